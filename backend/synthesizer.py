@@ -1,0 +1,272 @@
+"""The whole path as one object: a checkpoint opened, requests in, chunks of speech out.
+
+    prompt -> prefill -> [ frame step -> codec step -> samples out ]*
+
+The loop itself is in `backend.lanes`, on a thread of its own; here is what callers hold.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend import cloning
+from backend.checkpoint import Checkpoint
+from backend.codec import Codec
+from backend.embedding import PromptEmbedder, TextTable
+from backend.errors import RequestError
+
+from backend.lanes import Job, Lanes
+from backend.plan import Planner
+from backend.prompt import default_text_mode
+from backend.request import SpeechRequest
+from backend.text import TextTokenizer
+from backend.utterance import Chunk, Utterance
+from backend.voice import Voice
+from megakernel import Decoder, pack_decoder
+from megakernel.linear import WEIGHT_FORMATS
+
+RAMP = (1, 2, 4, 8)
+POSITIONS = 4096
+MAX_CHARACTERS = 4096
+_SAME: Any = object()
+
+
+class SpeechStream(Iterator[Chunk]):
+    """Chunks of one utterance. Closing it, or letting go of it, frees the lane within a frame."""
+
+    def __init__(self, utterance: Utterance) -> None:
+        self.utterance = utterance
+        self._chunks = iter(utterance)
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        self.utterance.cancel()
+
+    def __enter__(self) -> SpeechStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Synthesizer:
+    """Text to speech from one checkpoint, ``lanes`` utterances at a time.
+
+    Make one with `from_pretrained`; close it, or use it as a context manager, to stop its thread.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        lanes: int = 4,
+        lead: float | None = None,
+        ramp: tuple[int, ...] = RAMP,
+        positions: int = POSITIONS,
+        max_characters: int = MAX_CHARACTERS,
+        progress: bool = False,
+    ) -> None:
+        _check_ramp(ramp)
+        self.checkpoint, self.config, self.lead = checkpoint, checkpoint.config, lead
+        self.device, self.dtype = torch.device(device), dtype or _stored_format(checkpoint)
+        self.planner = Planner(self.config, TextTokenizer(checkpoint.directory), max_characters)
+        self.cloner: cloning.Cloner | None = None
+        self._cloning = threading.Lock()
+        with _Reader(checkpoint, progress) as read:
+            weights = pack_decoder(read, self.config.spec, self.dtype, self.device)
+            self.decoder = Decoder(weights, lanes, positions)
+            table = TextTable(self.config, read, weights.dtype, self.device)
+            self.codec = Codec(self.config.codec, read, lanes, self.device)
+        self._lanes = Lanes(self.config, self.decoder, self.codec, PromptEmbedder(table, self.decoder), ramp)
+        self._thread = threading.Thread(target=self._lanes.run, name="qwen3-tts-lanes", daemon=True)
+        self._thread.start()
+        # also when the interpreter ends or the synthesizer is let go of: a thread inside torch must not outlive either
+        self._stop = weakref.finalize(self, _stop, self._lanes, self._thread)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        offline: bool = False,
+        revision: str | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> Synthesizer:
+        """Open a checkpoint directory, or a hub id, which is downloaded unless ``offline``.
+
+        ``options``: ``device`` ("cpu", "cuda"); ``dtype`` ("float32", "bfloat16", or None for the stored one);
+        ``lanes``, how many utterances speak at a time; ``lead``, seconds of untaken audio after which an
+        utterance pauses (None: never); ``ramp``, frames in the first, second, … chunk; ``positions``, prompt
+        positions plus frames that an utterance may take; ``max_characters`` of a text.
+
+        Raises `CheckpointError` if the files are missing, damaged or of another model.
+        """
+        from backend.hub import resolve  # downloads are rare; the hub's client is not light
+
+        directory = resolve(path, revision=revision, offline=offline, progress=progress)
+        return cls(Checkpoint(directory), progress=progress, **options)
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second of every chunk (24,000 in the released models)."""
+        return self.config.codec.sample_rate
+
+    @property
+    def kind(self) -> str:
+        """``custom_voice``, ``base`` or ``voice_design``."""
+        return self.config.kind
+
+    @property
+    def voices(self) -> list[str]:
+        """The named speakers of the checkpoint."""
+        return list(self.config.speakers)
+
+    @property
+    def languages(self) -> list[str]:
+        """The languages that a request may name, beside ``"auto"``."""
+        return self.config.spoken_languages
+
+    @property
+    def noise(self) -> bool:
+        """Whether the weights are random: the voice is noise then."""
+        return self.config.random
+
+    @property
+    def lanes(self) -> int:
+        return len(self._lanes.lanes)
+
+    def info(self) -> dict[str, Any]:
+        """What runs here, as plain values: for logs, ``/health`` and the command line."""
+        return {
+            "model": self.checkpoint.directory.name,
+            "kind": self.kind,
+            "size": self.config.size,
+            "engine": self.decoder.name,
+            "device": str(self.device),
+            "dtype": self.dtype,
+            "lanes": self.lanes,
+            "active": self._lanes.active,
+            "waiting": len(self._lanes.waiting),
+            "voices": self.voices,
+            "languages": self.languages,
+            "takes_instruction": self.config.has_instruction,
+            "text_mode": default_text_mode(self.kind),
+            "sample_rate": self.sample_rate,
+            "frame_seconds": self.config.codec.samples_per_frame / self.sample_rate,
+            "voice_is_noise": self.noise,
+            "weight_bytes": self.checkpoint.stored_bytes("talker.", "predictor.", "text.", "codec."),
+        }
+
+    def stream(self, request: SpeechRequest) -> SpeechStream:
+        """Speak ``request``: an iterator of chunks, each as soon as it exists.
+
+        Raises `RequestError` at once if the request cannot be spoken; iterating raises `EngineError` if the
+        engine fails on the way.
+        """
+        if request.text is None:
+            raise RequestError("a stream needs its text; for text to come use open(...)", "text")
+        return SpeechStream(self.open(request))
+
+    def open(self, request: SpeechRequest, lead: float | None = _SAME) -> Utterance:
+        """Speak ``request``, or with ``text=None`` a text that is pushed while it is spoken.
+
+        ``lead`` overrides the synthesizer's. If all lanes are taken the utterance waits its turn. Raises
+        `RequestError` at once if the request cannot be spoken, `EngineError` if the synthesizer is closed.
+        """
+        plan = self.planner.plan(request)
+        feed = self.planner.feed(request.text)
+        if feed.closed:
+            prompt = plan.prompt(feed.ids, closed=True)
+            if prompt is not None and len(prompt) >= self.decoder.state.positions:
+                raise RequestError(
+                    f"the text takes {len(prompt)} positions of {self.decoder.state.positions}: send it in parts",
+                    "text",
+                )
+        utterance = Utterance(plan.seed, feed, self._lanes.wake)
+        self._lanes.submit(Job(utterance, plan, self._lead_frames(self.lead if lead is _SAME else lead)))
+        return utterance
+
+    def clone(self, samples: np.ndarray, sample_rate: int, text: str | None = None) -> Voice:
+        """A voice from a recording: ``samples`` ``[n]`` mono float within ±1 at ``sample_rate`` Hz.
+
+        With ``text``, the recording's transcript, the model continues the recording (closer, and slower to
+        start); without, only its x-vector is used. Needs a ``base`` checkpoint and the package qwen-tts.
+
+        Raises `RequestError` for another kind of checkpoint or an unusable recording, `EngineError` if qwen-tts
+        is not installed.
+        """
+        if self.kind != "base":
+            raise RequestError(f"cloning needs a base checkpoint; this one is {self.kind}", "voice")
+        with self._cloning:
+            self.cloner = self.cloner or cloning.Cloner(self.checkpoint)
+            return self.cloner.clone(samples, sample_rate, text)
+
+    def close(self) -> None:
+        """End every utterance and the thread. Calling it again does nothing."""
+        self._stop()
+
+    def __enter__(self) -> Synthesizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lead_frames(self, lead: float | None) -> int | None:
+        if lead is None:
+            return None
+        return max(1, round(lead * self.sample_rate / self.config.codec.samples_per_frame))
+
+
+def _stop(lanes: Lanes, thread: threading.Thread) -> None:
+    lanes.close()
+    if threading.current_thread() is not thread:
+        thread.join()
+
+
+class _Reader:
+    """Reads tensors from the checkpoint, showing how far it is if asked."""
+
+    def __init__(self, checkpoint: Checkpoint, progress: bool) -> None:
+        self.checkpoint, self.progress = checkpoint, progress
+
+    def __enter__(self) -> _Reader:
+        from tqdm import tqdm
+
+        wanted = [name for name in self.checkpoint.table if name.startswith(("talker.", "predictor.", "text.", "codec."))]
+        self.bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=not self.progress, leave=False)
+        return self
+
+    def __call__(self, name: str) -> Tensor:
+        self.bar.update()
+        return self.checkpoint.read(name)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+
+def _stored_format(checkpoint: Checkpoint) -> str:
+    stored = checkpoint.dtype("talker.head")
+    return next((name for name, dtype in WEIGHT_FORMATS.items() if dtype == stored), "float32")
+
+
+def _check_ramp(ramp: tuple[int, ...]) -> None:
+    if not ramp or min(ramp) < 1:
+        raise ValueError(f"ramp needs at least one chunk size of at least one frame, got {ramp}")
+
+

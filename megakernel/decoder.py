@@ -1,0 +1,192 @@
+"""Prompt embeddings to frames: ``prefill`` takes many positions of one lane, ``step`` one frame of many.
+
+A frame is drawn from what the talker said last: group 0 from its head, groups 1 and up from the
+predictor, which starts afresh; then the sum of the frame's embeddings and the next text row go
+through the talker. Nothing here knows what a code sounds like or where a text row comes from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megakernel import reference as twin
+from megakernel.sampling import DrawParams, gumbel_noise, penalize
+from megakernel.state import LaneState
+from megakernel.weights import DecoderWeights
+
+
+class CacheFullError(RuntimeError):
+    """A lane has no cache position left; only that lane is concerned."""
+
+
+class Decoder:
+    """The twin as an engine: ``lanes`` utterances over one set of weights.
+
+    ``positions`` is the capacity of a lane's cache: prompt positions plus frames.
+    """
+
+    name = "twin"
+
+    def __init__(self, weights: DecoderWeights, lanes: int = 1, positions: int = 4096) -> None:
+        if lanes < 1 or positions < 2:
+            raise ValueError(f"a decoder needs at least 1 lane and 2 positions, got {lanes} and {positions}")
+        self.weights, self.spec = weights, weights.spec
+        device = weights.device
+        self.state = LaneState(self.spec, lanes, positions, weights.dtype, device)
+        self.cos, self.sin = twin.rope_table(self.spec.talker, positions, device)
+        self.predictor_cos, self.predictor_sin = twin.rope_table(self.spec.predictor, self.spec.groups, device)
+        self.groups = torch.arange(self.spec.groups, device=device)
+        self.suppressed = torch.arange(self.spec.talker.vocab, device=device) >= self.spec.suppress_from
+        self.suppressed[self.spec.eos] = False
+        self.suppressed_early = self.suppressed.clone()
+        self.suppressed_early[self.spec.eos] = True
+
+    def begin(
+        self,
+        lane: int,
+        seed: int = 0,
+        talker: DrawParams | None = None,
+        predictor: DrawParams | None = None,
+        penalty: float = 1.05,
+    ) -> None:
+        """Give ``lane`` to a new utterance."""
+        self.state.reset(lane, seed, talker or DrawParams(), predictor or DrawParams(), penalty)
+
+    @torch.inference_mode()
+    def prefill(self, lane: int, embeddings: Tensor) -> None:
+        """Append prompt positions ``[positions, talker.hidden]`` to the lane's cache.
+
+        Raises `CacheFullError` when they do not fit.
+        """
+        past, positions = self.state.length[lane], len(embeddings)
+        self._require_room(lane, positions)
+        end = past + positions
+        cache = self.state.cache
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.k[layer, lane], cache.v[layer, lane]
+            keys[:, past:end] = k[0].transpose(0, 1)
+            values[:, past:end] = v[0].transpose(0, 1)
+            return twin.attend_causal(q, keys[None, :, :end], values[None, :, :end], past)
+
+        cos, sin = self.cos[past:end, None], self.sin[past:end, None]
+        hidden = twin.run_stack(embeddings[None].float(), self.weights.talker, cos, sin, attend)[:, -1:]
+        self.state.length[lane] = end
+        self.state.hidden[lane] = hidden[0, 0]
+        self.state.logits[lane] = self.score(hidden, self.weights.head)[0, 0]
+
+    @torch.inference_mode()
+    def step(self, lanes: list[int], text: Tensor, forced: Tensor | None = None) -> Tensor:
+        """One frame of the active ``lanes``.
+
+        ``text`` ``[len(lanes), talker.hidden]`` is the text row that follows each lane's frame.
+        Returns the codes ``[len(lanes), groups]`` int64; a frame whose group 0 is ``spec.eos`` ends its
+        utterance and is no audio. With ``forced`` (codes of the same shape) the codes are taken
+        from there instead of drawn. Raises `CacheFullError` before anything is changed.
+        """
+        for lane in lanes:
+            self._require_room(lane, 1)
+        index = torch.tensor(lanes, device=self.weights.device)
+        codes = self.draw_frame(lanes, index, forced)
+        hidden = self.talk(lanes, self.embed_frame(codes) + text.float())
+        self.state.hidden[index] = hidden
+        self.state.logits[index] = self.score(hidden[:, None], self.weights.head)[:, 0]
+        for lane in lanes:
+            self.state.frame[lane] += 1
+        return codes
+
+    def draw_frame(self, lanes: list[int], index: Tensor, forced: Tensor | None = None) -> Tensor:
+        """The codes ``[len(lanes), groups]`` of the next frame, drawn from the talker's last output."""
+        state, weights = self.state, self.weights
+        talker, predictor = state.talker_draw.take(lanes, index), state.predictor_draw.take(lanes, index)
+        noise = self.noise(lanes) if not (talker.greedy and predictor.greedy) else [None] * self.spec.groups
+        codes = torch.empty(len(lanes), self.spec.groups, dtype=torch.int64, device=index.device)
+        codes[:, 0] = talker.sample(self.talker_logits(lanes, index), _first(noise[0], self.spec.talker.vocab))
+        if forced is not None:
+            codes[:, 0] = forced[:, 0]
+        state.seen[index, codes[:, 0]] = True
+        x = torch.stack([state.hidden[index], weights.embedding[codes[:, 0]].float()], dim=1)
+        for group in range(1, self.spec.groups):
+            hidden = self.predict(x, start=0 if group == 1 else group)
+            logits = self.score(hidden[:, -1:], weights.predictor_heads[group - 1])[:, 0]
+            state.predictor_logits[index, group - 1] = logits
+            code = predictor.sample(logits, _first(noise[group], self.spec.predictor.vocab))
+            codes[:, group] = code if forced is None else forced[:, group]
+            x = weights.predictor_embedding[group - 1, codes[:, group]].float()[:, None]
+        return codes
+
+    def noise(self, lanes: list[int]) -> list[Tensor]:
+        """The Gumbel noise of the lanes' next frame, one ``[len(lanes), vocab]`` a group."""
+        device = self.weights.device
+        seed = torch.tensor([self.state.seed[lane] for lane in lanes], device=device)
+        frame = torch.tensor([self.state.frame[lane] for lane in lanes], device=device)
+        vocab = max(self.spec.talker.vocab, self.spec.predictor.vocab)
+        return list(gumbel_noise(seed, frame, self.groups, vocab).unbind(dim=1))
+
+    def talker_logits(self, lanes: list[int], index: Tensor) -> Tensor:
+        """The talker's last logits with repetition penalty and suppression, ``[len(lanes), vocab]``."""
+        logits = penalize(self.state.logits[index], self.state.seen[index], self.state.penalty[index])
+        early = [self.state.frame[lane] < self.spec.min_frames for lane in lanes]
+        mask = torch.stack([self.suppressed_early if e else self.suppressed for e in early])
+        return logits.masked_fill(mask, float("-inf"))
+
+    def predict(self, x: Tensor, start: int) -> Tensor:
+        """Predictor positions from ``start``: ``x`` ``[rows, positions, talker.hidden]`` to its final norm.
+
+        The cache lives for one frame, so it is kept by row of the batch and not by lane.
+        """
+        cache, stack = self.state.predictor_cache, self.weights.predictor
+        rows, end = len(x), start + x.shape[1]
+        if self.weights.projection is not None:
+            x = self.weights.projection(x.to(self.weights.dtype)).float()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.k[layer, :rows, :, :end], cache.v[layer, :rows, :, :end]
+            keys[:, :, start:] = k.transpose(1, 2)
+            values[:, :, start:] = v.transpose(1, 2)
+            if start == 0:
+                return twin.attend_causal(q, keys, values, 0)
+            return twin.attend_cache(q[:, 0], keys, values)[:, None]
+
+        cos, sin = self.predictor_cos[start:end, None], self.predictor_sin[start:end, None]
+        return twin.run_stack(x, stack, cos, sin, attend)
+
+    def embed_frame(self, codes: Tensor) -> Tensor:
+        """The sum of the embeddings of frames ``[..., groups]``, ``[..., talker.hidden]`` float32."""
+        later = self.weights.predictor_embedding[self.groups[1:] - 1, codes[..., 1:]]
+        return self.weights.embedding[codes[..., 0]].float() + later.float().sum(dim=-2)
+
+    def talk(self, lanes: list[int], x: Tensor) -> Tensor:
+        """One talker position a lane: ``x`` ``[len(lanes), hidden]`` to the final norm, the caches grow by one."""
+        cache, length = self.state.cache, self.state.length
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = []
+            for row, lane in enumerate(lanes):
+                keys, values, position = cache.k[layer, lane], cache.v[layer, lane], length[lane]
+                keys[:, position] = k[row, 0]
+                values[:, position] = v[row, 0]
+                out.append(twin.attend_cache(q[row], keys[None, :, : position + 1], values[None, :, : position + 1]))
+            return torch.stack(out)
+
+        index = torch.tensor([length[lane] for lane in lanes], device=x.device)
+        cos, sin = self.cos[index, None, None], self.sin[index, None, None]
+        hidden = twin.run_stack(x[:, None], self.weights.talker, cos, sin, attend)[:, 0]
+        for lane in lanes:
+            length[lane] += 1
+        return hidden
+
+    def score(self, hidden: Tensor, head) -> Tensor:
+        """Logits, float32, of final-norm ``hidden`` ``[lanes, positions, width]``."""
+        return head(hidden.to(head.dtype)).float()
+
+    def _require_room(self, lane: int, positions: int) -> None:
+        if self.state.length[lane] + positions > self.state.positions:
+            raise CacheFullError(
+                f"lane {lane} needs {self.state.length[lane] + positions} cache positions of {self.state.positions}"
+            )
+
+
+def _first(noise: Tensor | None, vocab: int) -> Tensor | None:
+    return None if noise is None else noise[:, :vocab]

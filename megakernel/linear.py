@@ -1,0 +1,69 @@
+"""Weight matrices as callables: ``[lanes, positions, in] -> [lanes, positions, out]``.
+
+A lane's rows must come out bit for bit the same whether it runs alone or in company, because the
+same seed has to give the same codes. Matrix libraries do not promise that: the order of a sum may
+depend on how many rows a call has. Each class below says how it keeps the promise.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WEIGHT_FORMATS: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Linear(Protocol):
+    """A weight matrix; ``dtype`` is what its input must have and its output has."""
+
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PackedLinear:
+    """float32 on a CPU, reordered once by oneDNN into its blocked layout.
+
+    Two rows cost what one costs and run at the memory's speed. oneDNN sums every batch of two or
+    more rows in one order and a single row in another, so a single row travels as two.
+    """
+
+    PACKED_FOR = 8  # rows that the blocked layout is chosen for; 1 would choose a matrix-vector layout
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.dtype = weight.dtype
+        self.out_features = weight.shape[0]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.PACKED_FOR)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        padded = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows
+        y = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
+        return y[: len(rows)].view(*x.shape[:-1], self.out_features)
+
+
+class LanewiseLinear:
+    """A plain ``[in, out]`` matrix applied to one lane at a time.
+
+    In bfloat16 on a CPU without bfloat16 instructions a second row costs as much as the first, so
+    nothing is lost by taking the lanes one by one, and no lane can see another.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.dtype = weight.dtype
+        self.weight = weight.t().contiguous()
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        lanes = [lane @ self.weight for lane in x]
+        y = lanes[0].unsqueeze(0) if len(lanes) == 1 else torch.stack(lanes)
+        return y if self.bias is None else y + self.bias
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Choose the implementation for ``weight`` ``[out, in]`` by its device and format."""
+    packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return PackedLinear(weight, bias) if packed else LanewiseLinear(weight, bias)
