@@ -1,8 +1,8 @@
 """A checkpoint directory as tensors under this project's names, checked whole before anything is loaded.
 
-The one place that knows the names of qwen-tts: ``tensor_table`` lists, for a configuration, every tensor of both
-files with its name there, its name here and its shape. ``Checkpoint`` holds the files to that list in both
-directions. Knows nothing of what is computed with the tensors.
+The one place that knows the names of qwen-tts: `tensor_table` lists, for a configuration, every tensor of
+both files with its name there, its name here and its shape. `Checkpoint` holds the files to that list in
+both directions. Knows nothing of what is computed with the tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Rows = Iterable[tuple[str, str, Shape]]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: ``name`` here, ``foreign`` name in ``file`` (``MODEL_FILE`` or ``CODEC_FILE``), and shape."""
+    """One tensor: its name here, its shape, its `foreign` name in `file` (one of the two files)."""
 
     name: str
     foreign: str
@@ -45,7 +45,7 @@ class TensorEntry:
 
 
 def tensor_table(config: ModelConfig) -> dict[str, TensorEntry]:
-    """Every tensor of the checkpoint that ``config`` describes, by our name, in the order of the files.
+    """Every tensor of the checkpoint that `config` describes, by our name, in the order of the files.
 
     Source: the modules of qwen-tts 0.1.1 (and of transformers' Mimi for the codec's encoder).
     """
@@ -54,15 +54,17 @@ def tensor_table(config: ModelConfig) -> dict[str, TensorEntry]:
         model += _renamed("speaker_encoder.", "speaker_encoder.", _speaker_encoder(config.speaker_encoder))
     codec = [*_renamed("codec.", "decoder.", _codec(config.codec))]
     codec += _renamed("codec_encoder.", "encoder.", _codec_encoder(config.codec_encoder))
-    entries = [TensorEntry(*row, MODEL_FILE) for row in model] + [TensorEntry(*row, CODEC_FILE) for row in codec]
+    entries = [TensorEntry(*row, MODEL_FILE) for row in model] + [
+        TensorEntry(*row, CODEC_FILE) for row in codec
+    ]
     return {entry.name: entry for entry in entries}
 
 
 class Checkpoint:
     """The tensors of a checkpoint directory, read one at a time by our names.
 
-    Opening reads only the headers: it raises ``CheckpointError`` for a file that is missing or damaged and for
-    tensors that are missing, unknown or of another shape than the configuration implies.
+    Opening reads only the headers: it raises `CheckpointError` for a file that is missing or damaged and
+    for tensors that are missing, unknown or of another shape than the configuration implies.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -82,7 +84,7 @@ class Checkpoint:
         return self._files[entry.file][entry.foreign].read(entry.foreign)
 
     def read_under(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor whose name starts with ``prefix``, one at a time, with the rest of its name."""
+        """Each tensor whose name starts with `prefix`, one at a time, with the rest of its name."""
         for name in self.table:
             if name.startswith(prefix):
                 yield name.removeprefix(prefix), self.read(name)
@@ -93,7 +95,7 @@ class Checkpoint:
         return self._files[entry.file][entry.foreign].records[entry.foreign].dtype
 
     def stored_bytes(self, *prefixes: str) -> int:
-        """Bytes of all tensors whose names start with one of ``prefixes`` (of all tensors, without any)."""
+        """Bytes of all tensors whose names start with one of `prefixes` (of all tensors, without any)."""
         names = [name for name in self.table if not prefixes or name.startswith(prefixes)]
         return sum(math.prod(self.table[name].shape) * self.dtype(name).itemsize for name in names)
 

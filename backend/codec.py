@@ -18,7 +18,6 @@ from torch import Tensor
 
 from backend.codec_layers import (
     CausalConv,
-    Convolution,
     ConvNeXtUpsample,
     Histories,
     Read,
@@ -26,6 +25,7 @@ from backend.codec_layers import (
     UpsampleBlock,
 )
 from backend.config import CodecConfig
+from megakernel.linear import Linear, make_linear
 from megakernel.reference import rms_norm, rotate
 
 _USAGE_FLOOR = 1e-5  # what an unused codebook entry's count is raised to before the division
@@ -147,10 +147,10 @@ class _Layer:
         self.config = config
         self.past = config.window - 1
         self.input_norm, self.post_norm = load(f"{prefix}.input_norm"), load(f"{prefix}.post_norm")
-        self.qkv = _matrix(torch.cat([load(f"{prefix}.{name}") for name in "qkv"]))
-        self.o = _matrix(load(f"{prefix}.o") * load(f"{prefix}.attention_scale").unsqueeze(1))
-        self.gate_up = _matrix(torch.cat([load(f"{prefix}.gate"), load(f"{prefix}.up")]))
-        self.down = _matrix(load(f"{prefix}.down") * load(f"{prefix}.mlp_scale").unsqueeze(1))
+        self.qkv = make_linear(torch.cat([load(f"{prefix}.{name}") for name in "qkv"]))
+        self.o = make_linear(load(f"{prefix}.o") * load(f"{prefix}.attention_scale").unsqueeze(1))
+        self.gate_up = make_linear(torch.cat([load(f"{prefix}.gate"), load(f"{prefix}.up")]))
+        self.down = make_linear(load(f"{prefix}.down") * load(f"{prefix}.mlp_scale").unsqueeze(1))
         self.keys = histories.add(config.kv_heads, self.past, config.head_dim)
         self.values = histories.add(config.kv_heads, self.past, config.head_dim)
 
@@ -209,10 +209,5 @@ class WaveDecoder:
         return math.ceil(back + self.conv_out.reach / rate) + 1
 
 
-def _matrix(weight: Tensor, bias: Tensor | None = None) -> Convolution:
-    """A matrix ``[out, in]`` as a convolution of kernel 1: any lanes and frames, in the packed layout."""
-    return Convolution(weight.unsqueeze(2), bias)
-
-
-def _dense(load: Read, name: str) -> Convolution:
-    return _matrix(load(f"{name}.weight"), load(f"{name}.bias"))
+def _dense(load: Read, name: str) -> Linear:
+    return make_linear(load(f"{name}.weight"), load(f"{name}.bias"))

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megakernel.linear import make_linear
+
 Read = Callable[[str], Tensor]
 _PACKED_FOR = 256  # time steps that a packed convolution's blocked layout is chosen for
 
@@ -51,13 +53,13 @@ class Convolution:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dilation: int = 1, groups: int = 1) -> None:
         self.bias, self.dilation, self.groups = bias, dilation, groups
-        self.reach = (weight.shape[2] - 1) * dilation
         plane = weight.unsqueeze(2)
         self.packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.weight = self._pack(plane) if self.packed else plane.contiguous(memory_format=torch.channels_last)
 
     def _pack(self, plane: Tensor) -> Tensor:
-        shape = [1, plane.shape[1] * self.groups, 1, _PACKED_FOR + self.reach]
+        reach = (plane.shape[3] - 1) * self.dilation
+        shape = [1, plane.shape[1] * self.groups, 1, _PACKED_FOR + reach]
         return torch._C._nn.mkldnn_reorder_conv2d_weight(
             plane.to_mkldnn(), [0, 0], [1, 1], [1, self.dilation], self.groups, shape
         )
@@ -74,12 +76,15 @@ class Convolution:
 
 
 class CausalConv:
-    """A causal convolution: its history is the last ``reach`` inputs."""
+    """A causal convolution: its history is the last ``reach`` inputs. One of kernel 1 is a matrix."""
 
     def __init__(self, histories: Histories, weight: Tensor, bias: Tensor | None, dilation: int = 1, groups: int = 1):
-        self.convolution = Convolution(weight, bias, dilation, groups)
-        self.reach = self.convolution.reach
-        self.history = histories.add(self.reach, weight.shape[1] * groups)
+        self.reach = (weight.shape[2] - 1) * dilation
+        if self.reach:
+            self.history = histories.add(self.reach, weight.shape[1] * groups)
+            self.convolution: Callable[[Tensor], Tensor] = Convolution(weight, bias, dilation, groups)
+        else:
+            self.convolution = make_linear(weight.squeeze(2), bias)
 
     def __call__(self, x: Tensor, lanes: Tensor) -> Tensor:
         if not self.reach:
@@ -166,10 +171,10 @@ class ConvNeXtUpsample:
         depthwise = read(f"{prefix}.depthwise.weight")
         self.depthwise = CausalConv(histories, depthwise, read(f"{prefix}.depthwise.bias"), groups=len(depthwise))
         self.norm = read(f"{prefix}.norm.weight"), read(f"{prefix}.norm.bias")
-        self.expand = Convolution(read(f"{prefix}.expand.weight").unsqueeze(2), read(f"{prefix}.expand.bias"))
+        self.expand = make_linear(read(f"{prefix}.expand.weight"), read(f"{prefix}.expand.bias"))
         gamma = read(f"{prefix}.gamma")
         contract = read(f"{prefix}.contract.weight") * gamma.unsqueeze(1)
-        self.contract = Convolution(contract.unsqueeze(2), read(f"{prefix}.contract.bias") * gamma)
+        self.contract = make_linear(contract, read(f"{prefix}.contract.bias") * gamma)
 
     def __call__(self, x: Tensor, lanes: Tensor) -> Tensor:
         x = self.upsample(x, lanes)

@@ -1,10 +1,11 @@
 """The configuration files of a checkpoint directory as one frozen, checked record of numbers and ids.
 
-Reads ``config.json``, ``speech_tokenizer/config.json`` and ``generation_config.json``; whatever the rest of
-the project needs from them is a field here, under this project's own word for it. Knows no tensors and no text.
+Reads `config.json`, `speech_tokenizer/config.json` and `generation_config.json`; whatever the rest of
+the project needs from them is a field here, under this project's own word for it. Knows no tensors and no
+text.
 
 A key that the released files may leave out takes the default of the configuration classes of qwen-tts 0.1.1
-(of ``MimiConfig`` for the codec's encoder); a key that has no safe default is required.
+(of `MimiConfig` for the codec's encoder); a key that has no safe default is required.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DOWNLOAD_AGAIN = "the download is incomplete or damaged: download the checkpoint
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids with a meaning: the first five are text ids, the ``codec_`` ones rows of the talker's embedding."""
+    """Ids with a meaning: the first five are text ids, the `codec_` ones rows of the talker's embedding."""
 
     im_start: int
     im_end: int
@@ -50,10 +51,10 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """How codes are drawn when a request does not say: ``generation_config.json``.
+    """How codes are drawn when a request does not say: `generation_config.json`.
 
-    ``top_k`` 0 means no limit. ``greedy`` and ``predictor_greedy`` are the files' ``do_sample`` and
-    ``subtalker_dosample``, negated. Defaults: qwen-tts, ``Qwen3TTSModel._merge_generate_kwargs``.
+    `top_k` 0 means no limit. `greedy` and `predictor_greedy` are the files' `do_sample` and
+    `subtalker_dosample`, negated. Defaults: qwen-tts, `Qwen3TTSModel._merge_generate_kwargs`.
     """
 
     temperature: float = 0.9
@@ -79,10 +80,11 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class CodecConfig:
-    """The codec's decoder: ``groups`` codes a frame in, ``samples_per_frame`` samples out.
+    """The codec's decoder: `groups` codes a frame in, `samples_per_frame` samples out.
 
-    ``codebook_dim`` is the width of one codebook vector, ``quantized_dim`` the width after the projections of
-    the semantic and the acoustic sum. ``window`` counts the frames that a position attends to, itself included.
+    `codebook_dim` is the width of one codebook vector, `quantized_dim` the width after the projections
+    of the semantic and the acoustic sum. `window` counts the frames that a position attends to, itself
+    included.
     """
 
     codebook_size: int
@@ -164,14 +166,14 @@ class CodecEncoderConfig:
 
     @property
     def downsample(self) -> int:
-        """The factor by which the convolutions' output is still too fast for ``frame_rate``; 1 for none."""
+        """The factor by which the convolutions' output is still too fast for `frame_rate`; 1 for none."""
         convolved = math.ceil(self.sample_rate / math.prod(self.ratios))
         return int(convolved / self.frame_rate) if convolved != self.frame_rate else 1
 
 
 @dataclass(frozen=True)
 class SpeakerEncoderConfig:
-    """The ECAPA-TDNN that turns a reference's mel spectrogram into an x-vector of width ``dim`` (base only)."""
+    """The ECAPA-TDNN that turns a reference's mel spectrogram into an x-vector `dim` wide (base only)."""
 
     mel_dim: int
     dim: int
@@ -185,15 +187,15 @@ class SpeakerEncoderConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self)
-        lengths = {len(self.channels), len(self.kernels), len(self.dilations)}
+        layers = len(self.channels)
         _require(
-            len(lengths) == 1 and len(self.channels) >= 3,
+            layers == len(self.kernels) == len(self.dilations) and layers >= 3,
             "enc_channels, enc_kernel_sizes and enc_dilations must have one length, of at least 3",
         )
         first, *middle, last = self.channels
         _require(
             all(width == first for width in middle) and sum(middle) == last,
-            f"enc_channels {list(self.channels)} must be equal but for the last, which joins all but the first",
+            f"enc_channels {list(self.channels)} must be equal, but for the last: all without the first",
         )
         _require(
             first % self.res2net_scale == 0,
@@ -205,10 +207,11 @@ class SpeakerEncoderConfig:
 class ModelConfig:
     """Everything that a checkpoint directory says about its model, without the weights.
 
-    ``kind`` is one of ``KINDS``, ``size`` the released name of the size ("0b6", "1b7"). ``languages`` maps every
-    language, the dialects included, to its id; ``speakers`` the named voices (none in ``base`` and
-    ``voice_design``); ``dialects`` the speakers that bring their own language. ``max_positions`` is the longest
-    prompt plus speech that the talker was made for. ``random`` says that the weights were drawn, not trained.
+    `kind` is one of `KINDS`, `size` the released name of the size ("0b6", "1b7"). `languages` maps
+    every language, the dialects included, to its id; `speakers` the named voices (none in `base` and
+    `voice_design`); `dialects` the speakers that bring their own language. `max_positions` is the
+    longest prompt plus speech that the talker was made for. `random` says that the weights were drawn,
+    not trained.
     """
 
     kind: str
@@ -285,7 +288,7 @@ class ModelConfig:
     def read(cls, directory: str | Path) -> ModelConfig:
         """Read and check the three configuration files of a checkpoint directory.
 
-        Raises ``CheckpointError`` naming the file and the key that is missing, malformed or unsupported.
+        Raises `CheckpointError` naming the file and the key that is missing, malformed or unsupported.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -330,7 +333,9 @@ class _Section:
     @classmethod
     def load(cls, path: Path) -> _Section:
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing; is this a Qwen3-TTS checkpoint? If so, {DOWNLOAD_AGAIN}")
+            raise CheckpointError(
+                f"{path} is missing; is this a Qwen3-TTS checkpoint? If so, {DOWNLOAD_AGAIN}"
+            )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -348,11 +353,9 @@ class _Section:
             if default is _MISSING:
                 raise self.fail(key, "is missing")
             return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
+        if type(value) is not kind and not (kind is float and type(value) is int):
             raise self.fail(key, f"must be of type {kind.__name__}, got {value!r}")
-        return value
+        return kind(value)
 
     def numbers(self, key: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
         value = self.values.get(key, default)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """The request cannot be served as asked; ``param`` names the field at fault, if one is."""
+    """The request cannot be served as asked; `param` names the field at fault, if one is."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -15,7 +15,7 @@ class RequestError(ValueError):
 
 
 class CheckpointError(ValueError):
-    """The files of the model are missing, damaged or of another model; the message says which and what to do."""
+    """The model's files are missing, damaged or of another model; the message says which and what to do."""
 
 
 class EngineError(RuntimeError):

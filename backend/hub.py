@@ -1,4 +1,4 @@
-"""The name of a model as a directory of files: a local path, or an id on the Hugging Face hub, downloaded once.
+"""The name of a model as a directory of files: a local path, or an id on the Hugging Face hub.
 
 Knows nothing of what the files hold. The hub's client is imported only when an id has to be looked up.
 """
@@ -21,18 +21,19 @@ def resolve(
 ) -> Path:
     """The directory that holds the model's files.
 
-    A local directory is taken as it is. Otherwise the name is a hub id (``owner/name``), of which ``revision`` (a
-    commit, tag or branch; by default the main branch) is downloaded into the hub's cache, or with ``offline`` only
-    looked up there; ``progress`` shows a bar. Raises ``CheckpointError`` if there is neither, saying what to do.
+    A local directory is taken as it is. Otherwise the name is a hub id (`owner/name`), of which
+    `revision` (a commit, tag or branch; by default the main branch) is downloaded into the hub's cache,
+    or with `offline` only looked up there; `progress` shows a bar. Raises `CheckpointError` if there
+    is neither, saying what to do.
     """
     name = str(path_or_hub_id)
     directory = Path(name).expanduser()
-    if directory.is_dir():
+    if name and directory.is_dir():
         return directory
-    if directory.exists():
+    if directory.is_file():
         raise CheckpointError(f"{name} is a file; a checkpoint is the directory that holds config.json")
     if not HUB_ID.fullmatch(name):
-        raise CheckpointError(f"{name} is neither a directory nor a hub id (owner/name)")
+        raise CheckpointError(f"{name!r} is neither a directory nor a hub id (owner/name)")
     return _download(name, revision, offline, progress)
 
 
@@ -52,7 +53,9 @@ def _download(hub_id: str, revision: str | None, offline: bool, progress: bool) 
                 hub_id, revision=revision, local_files_only=offline, allow_patterns=WANTED_FILES
             )
     except GatedRepoError as error:
-        raise CheckpointError(f"{wanted} asks for consent: accept its terms on the hub, set HF_TOKEN") from error
+        raise CheckpointError(
+            f"{wanted} asks for consent: accept its terms on the hub, set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(f"there is no directory and no model {hub_id} on the hub") from error
     except RevisionNotFoundError as error:
@@ -72,7 +75,11 @@ def _not_cached(wanted: str, hub_id: str, revision: str | None, offline: bool) -
 
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     before = are_progress_bars_disabled()
     if not shown:

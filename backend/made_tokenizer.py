@@ -1,7 +1,8 @@
-"""The tokenizer files of a made checkpoint: a small byte-level BPE in Qwen2's format, learnt from a fixed text.
+"""The tokenizer files of a made checkpoint: a small byte-level BPE in Qwen2's format.
 
-Turns two numbers (the id of the first special token, the id of "assistant") into ``vocab.json``, ``merges.txt``
-and ``tokenizer_config.json``. Any text can be spelt with it, in more tokens than the released one needs.
+Learns it from a fixed text and turns two numbers (the id of the first special token, the id of "assistant")
+into `vocab.json`, `merges.txt` and `tokenizer_config.json`. Any text can be spelt with it, in more tokens
+than with the released one.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ WHOLE_WORDS = ("assistant", "user")
 
 MERGES = 240
 CORPUS = """
-the quick brown fox jumps over the lazy dog and then it goes home to sleep in the sun while the others wait for
-their dinner. this is a small voice that speaks with no words of its own, but there are many things which it could
-say if you would only give it time. hello world, how are you today? i am well, thank you very much. please tell me
-what the weather will be like tomorrow morning, and whether we should take the train or the bus to the station.
-she said that he had been there before, when they were young; they used to walk along the river every evening.
-one two three four five six seven eight nine ten, first second third, more than all other numbers have ever been.
+the quick brown fox jumps over the lazy dog and then it goes home to sleep in the sun while the others wait
+for their dinner. this is a small voice that speaks with no words of its own, but there are many things
+which it could say if you would only give it time. hello world, how are you today? i am well, thank you very
+much. please tell me what the weather will be like tomorrow morning, and whether we should take the train or
+the bus to the station. she said that he had been there before, when they were young; they used to walk
+along the river every evening. one two three four five six seven eight nine ten, first second third, more
+than all other numbers have ever been.
 """
 
 
@@ -48,14 +50,16 @@ def tokenizer_files(first_special: int | None = None, assistant: int | None = No
 
 
 def write_tokenizer(directory: Path, **places: int | None) -> dict[str, int]:
-    """Write the files of ``tokenizer_files`` and return the vocabulary, special tokens included."""
+    """Write the files of `tokenizer_files` and return the vocabulary, special tokens included."""
     files = tokenizer_files(**places)
     for name, content in files.items():
         (directory / name).write_text(content, encoding="utf-8")
     return json.loads(files["vocab.json"])
 
 
-def _vocabulary(first_special: int | None, assistant: int | None) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _vocabulary(
+    first_special: int | None, assistant: int | None
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
     symbols, merges = _byte_symbols(), _learn_merges()
     tokens = [*symbols, *("".join(pair) for pair in merges)]
     vocab = {token: position for position, token in enumerate(dict.fromkeys(tokens))}

@@ -1,7 +1,7 @@
-"""A checkpoint of random weights in the exact layout of the released ones, for tests, benchmarks and first runs.
+"""A checkpoint of random weights in the layout of the released ones, for tests, benchmarks and first runs.
 
-Turns a preset, a kind and a seed into a directory that this project and qwen-tts both load. Its voice is noise, and
-its ``config.json`` says so (``random_weights``). The tensors come from the reader's own table.
+Turns a preset, a kind and a seed into a directory that this project and qwen-tts both load. Its voice is
+noise, and its `config.json` says so (`random_weights`). The tensors come from the reader's own table.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ CODEC_IDS = {
 }  # fmt: skip
 TEXT_IDS = {
     "im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>", "tts_pad_token_id": "<tts_pad>",
-    "tts_bos_token_id": "<tts_text_bos>", "tts_eos_token_id": "<tts_text_eod>", "assistant_token_id": "assistant",
+    "tts_bos_token_id": "<tts_text_bos>", "tts_eos_token_id": "<tts_text_eod>",
+    "assistant_token_id": "assistant",
 }  # fmt: skip
 
-# qwen-tts asks transformers to correct a fault of Mistral's tokenizers, and transformers 4.57.3 then replaces the
-# pre-tokenizer of any local checkpoint whose files a later version than this one wrote. Loaded from the hub, the
-# released checkpoints keep Qwen2's own pre-tokenizer; so do these.
+# qwen-tts asks transformers to correct a fault of Mistral's tokenizers, and transformers 4.57.3 then
+# replaces the pre-tokenizer of any local checkpoint whose files a later version than this one wrote. Loaded
+# from the hub, the released checkpoints keep Qwen2's own pre-tokenizer; so do these.
 TRANSFORMERS_VERSION = "4.57.2"
 
 GENERATION: Json = {
@@ -90,11 +91,12 @@ def make_checkpoint(
     seed: int = 0,
     report: Report | None = None,
 ) -> Path:
-    """Write a random checkpoint to the new directory ``out`` and return its path.
+    """Write a random checkpoint to the new directory `out` and return its path.
 
-    ``preset`` ``0.6b`` and ``1.7b`` have the released shapes and types (2.5 and 4.5 GB); ``tiny`` is a few MB of
-    float32 with deliberately odd widths. ``report(written, total)`` is called with bytes as the weights grow. The
-    directory appears under its name only when it is complete; raises ``FileExistsError`` if it is there already.
+    `preset` `0.6b` and `1.7b` have the released shapes and types (2.5 and 4.5 GB); `tiny` is a few
+    MB of float32 with deliberately odd widths. `report(written, total)` is called with bytes as the
+    weights grow. The directory appears under its name only when it is complete; raises `FileExistsError`
+    if it is there already.
     """
     out = Path(out)
     if preset not in get_args(Preset) or kind not in KINDS:

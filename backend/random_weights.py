@@ -1,7 +1,7 @@
 """Random weights that behave like trained ones in size: no layer's output vanishes, explodes or goes unused.
 
-Turns a tensor's name here, its shape and a seed into its values, a block of rows at a time. Each tensor has its
-own random stream, so a value depends on the seed and on its tensor alone.
+Turns a tensor's name here, its shape and a seed into its values, a block of rows at a time. Each tensor has
+its own random stream, so a value depends on the seed and on its tensor alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def random_values(config: ModelConfig, name: str, shape: Shape, seed: int) -> It
 
 
 def _finished(config: ModelConfig, name: str, start: int, block: torch.Tensor) -> torch.Tensor:
-    """The block that begins at row ``start``, with what a normal distribution does not give."""
+    """The block that begins at row `start`, with what a normal distribution does not give."""
     if name.endswith("usage"):
         block.exp_()
         block[DEAD_ENTRY] = 0.0
@@ -52,12 +52,12 @@ def _normal(std: float, mean: float = 0.0) -> Spread:
 
 
 def _kernel(gain: float = 1.0) -> Spread:
-    """A linear or convolution weight ``[out, in, ...]``: outputs as large as inputs, times ``gain``."""
+    """A linear or convolution weight `[out, in, ...]`: outputs as large as inputs, times `gain`."""
     return lambda shape: (gain / math.sqrt(math.prod(shape[1:])), 0.0)
 
 
 def _transposed(overlap: int) -> Spread:
-    """A transposed convolution ``[in, out, taps]``; each output is met by ``overlap`` taps of every input."""
+    """A transposed convolution `[in, out, taps]`; each output is met by `overlap` taps of every input."""
     return lambda shape: (1.0 / math.sqrt(shape[0] * overlap), 0.0)
 
 

@@ -25,7 +25,7 @@ MAX_HEADER = 100_000_000  # The limit of the format's own library.
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a tensor lies: byte range ``[begin, end)`` of the whole file."""
+    """Where a tensor lies: byte range `[begin, end)` of the whole file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class TensorRecord:
 class TensorFile:
     """The tensors of one safetensors file by name.
 
-    Raises ``CheckpointError`` at open if the file is missing, cut short or not a safetensors file, or holds a
+    Raises `CheckpointError` at open if the file is missing, cut short or not a safetensors file, or holds a
     tensor of a type other than float32, bfloat16 or float16.
     """
 
@@ -57,7 +57,7 @@ class TensorFile:
         record = self.records[name]
         tensor = torch.empty(record.shape, dtype=record.dtype)
         if tensor.numel():
-            self._fill(memoryview(tensor.view(-1).view(torch.uint8).numpy()), record.begin)
+            self._fill(tensor.view(-1).view(torch.uint8).numpy().data, record.begin)
         return tensor
 
     def _fill(self, target: memoryview, offset: int) -> None:
@@ -86,7 +86,7 @@ class TensorFile:
     def _entries(self, header: bytes) -> list[tuple[str, Any]]:
         try:
             entries = json.loads(header, object_pairs_hook=_unique)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._damaged(f"has a header that is not JSON ({error})") from error
         if not isinstance(entries, dict):
             raise self._damaged("has a header that is not a JSON object")
@@ -95,12 +95,14 @@ class TensorFile:
     def _record(self, name: str, entry: Any, start: int) -> TensorRecord:
         try:
             shape = tuple(int(length) for length in entry["shape"])
-            kind, (begin, end) = entry["dtype"], entry["data_offsets"]
+            kind, (begin, end) = str(entry["dtype"]), entry["data_offsets"]
             whole = all(type(number) is int and number >= 0 for number in (*entry["shape"], begin, end))
         except (TypeError, KeyError, ValueError) as error:
             raise self._damaged(f"describes {name} in an unknown way") from error
         if kind not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is stored as {kind}; only {', '.join(DTYPES)} can be read")
+            raise CheckpointError(
+                f"{self.path}: {name} is stored as {kind}; only {', '.join(DTYPES)} can be read"
+            )
         dtype = DTYPES[kind]
         if not whole or end - begin != math.prod(shape) * dtype.itemsize:
             raise self._damaged(f"gives {name} a length that does not fit its shape")

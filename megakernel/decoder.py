@@ -8,6 +8,7 @@ through the talker. Nothing here knows what a code sounds like or where a text r
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel import reference as twin
@@ -101,20 +102,20 @@ class Decoder:
         state, weights = self.state, self.weights
         talker, predictor = state.talker_draw.take(lanes, index), state.predictor_draw.take(lanes, index)
         noise = self.noise(lanes) if not (talker.greedy and predictor.greedy) else [None] * self.spec.groups
-        codes = torch.empty(len(lanes), self.spec.groups, dtype=torch.int64, device=index.device)
-        codes[:, 0] = talker.sample(self.talker_logits(lanes, index), _first(noise[0], self.spec.talker.vocab))
-        if forced is not None:
-            codes[:, 0] = forced[:, 0]
-        state.seen[index, codes[:, 0]] = True
-        x = torch.stack([state.hidden[index], weights.embedding[codes[:, 0]].float()], dim=1)
+        code = talker.sample(self.talker_logits(lanes, index), _first(noise[0], self.spec.talker.vocab))
+        codes = [code if forced is None else forced[:, 0]]
+        state.seen[index, codes[0]] = True
+        x = torch.stack([state.hidden[index], F.embedding(codes[0], weights.embedding).float()], dim=1)
+        scores = []
         for group in range(1, self.spec.groups):
             hidden = self.predict(x, start=0 if group == 1 else group)
             logits = self.score(hidden[:, -1:], weights.predictor_heads[group - 1])[:, 0]
-            state.predictor_logits[index, group - 1] = logits
             code = predictor.sample(logits, _first(noise[group], self.spec.predictor.vocab))
-            codes[:, group] = code if forced is None else forced[:, group]
-            x = weights.predictor_embedding[group - 1, codes[:, group]].float()[:, None]
-        return codes
+            codes.append(code if forced is None else forced[:, group])
+            scores.append(logits)
+            x = F.embedding(codes[group], weights.predictor_embedding[group - 1]).float()[:, None]
+        state.predictor_logits[index] = torch.stack(scores, dim=1)
+        return torch.stack(codes, dim=1)
 
     def noise(self, lanes: list[int]) -> list[Tensor]:
         """The Gumbel noise of the lanes' next frame, one ``[len(lanes), vocab]`` a group."""
@@ -137,7 +138,7 @@ class Decoder:
         The cache lives for one frame, so it is kept by row of the batch and not by lane.
         """
         cache, stack = self.state.predictor_cache, self.weights.predictor
-        rows, end = len(x), start + x.shape[1]
+        rows, end = x.shape[0], start + x.shape[1]
         if self.weights.projection is not None:
             x = self.weights.projection(x.to(self.weights.dtype)).float()
 

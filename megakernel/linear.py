@@ -14,6 +14,9 @@ from torch import Tensor
 
 WEIGHT_FORMATS: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# Weights up to which four calls of a plain product cost no more than one of oneDNN's (measured: docs/notebook.md).
+SMALL = 1 << 18
+
 
 class Linear(Protocol):
     """A weight matrix; ``dtype`` is what its input must have and its output has."""
@@ -24,7 +27,7 @@ class Linear(Protocol):
 
 
 class PackedLinear:
-    """float32 on a CPU, reordered once by oneDNN into its blocked layout.
+    """A large float32 matrix on a CPU, reordered once by oneDNN into its blocked layout.
 
     Two rows cost what one costs and run at the memory's speed. oneDNN sums every batch of two or
     more rows in one order and a single row in another, so a single row travels as two.
@@ -40,16 +43,18 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        padded = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows
+        count = rows.shape[0]
+        padded = rows.expand(2, -1).contiguous() if count == 1 else rows
         y = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
-        return y[: len(rows)].view(*x.shape[:-1], self.out_features)
+        return y[:count].view(*x.shape[:-1], self.out_features)
 
 
 class LanewiseLinear:
     """A plain ``[in, out]`` matrix applied to one lane at a time.
 
-    In bfloat16 on a CPU without bfloat16 instructions a second row costs as much as the first, so
-    nothing is lost by taking the lanes one by one, and no lane can see another.
+    In bfloat16 on a CPU without bfloat16 instructions a second row costs as much as the first, and a
+    small matrix costs less than the call that would take all lanes together: there nothing is lost by
+    taking the lanes one by one, and no lane can see another.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -58,12 +63,13 @@ class LanewiseLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        lanes = [lane @ self.weight for lane in x]
+        lanes = [lane @ self.weight for lane in x.unbind(0)]
         y = lanes[0].unsqueeze(0) if len(lanes) == 1 else torch.stack(lanes)
         return y if self.bias is None else y + self.bias
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Choose the implementation for ``weight`` ``[out, in]`` by its device and format."""
-    packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    """Choose the implementation for ``weight`` ``[out, in]`` by its device, format and size."""
+    on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    packed = on_cpu and weight.dtype == torch.float32 and weight.numel() > SMALL
     return PackedLinear(weight, bias) if packed else LanewiseLinear(weight, bias)

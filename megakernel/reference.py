@@ -49,9 +49,9 @@ def project_qkv(x: Tensor, layer: LayerWeights, spec: StackSpec, cos: Tensor, si
     """
     h = rms_norm(x, layer.input_norm, spec.norm_eps).to(layer.qkv.dtype)
     qkv = layer.qkv(h).view(*x.shape[:-1], -1, spec.head_dim)
-    qk, v = qkv.split([spec.heads + spec.kv_heads, spec.kv_heads], dim=-2)
+    qk, v = qkv.split_with_sizes([spec.heads + spec.kv_heads, spec.kv_heads], dim=-2)
     qk = rotate(rms_norm(qk.float(), layer.qk_norm, spec.norm_eps), cos, sin).to(qkv.dtype)
-    q, k = qk.split([spec.heads, spec.kv_heads], dim=-2)
+    q, k = qk.split_with_sizes([spec.heads, spec.kv_heads], dim=-2)
     return q, k, v
 
 
