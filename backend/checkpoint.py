@@ -54,9 +54,7 @@ def tensor_table(config: ModelConfig) -> dict[str, TensorEntry]:
         model += _renamed("speaker_encoder.", "speaker_encoder.", _speaker_encoder(config.speaker_encoder))
     codec = [*_renamed("codec.", "decoder.", _codec(config.codec))]
     codec += _renamed("codec_encoder.", "encoder.", _codec_encoder(config.codec_encoder))
-    entries = [TensorEntry(*row, MODEL_FILE) for row in model] + [
-        TensorEntry(*row, CODEC_FILE) for row in codec
-    ]
+    entries = [TensorEntry(*row, MODEL_FILE) for row in model] + [TensorEntry(*row, CODEC_FILE) for row in codec]
     return {entry.name: entry for entry in entries}
 
 

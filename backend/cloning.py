@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import sys
 import types
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def import_qwen_tts() -> types.ModuleType:
     except ImportError as error:
         raise EngineError(
             f"cloning needs the package qwen-tts, which cannot be imported ({error}): "
-            "pip install 'qwen3-tts[clone]' && pip install --no-deps qwen-tts==0.1.1"
+            "pip install 'qwen3-tts-server[clone]' && pip install --no-deps qwen-tts==0.1.1"
         ) from error
 
 
@@ -47,7 +48,7 @@ def _ensure_torchaudio() -> None:
             del sys.modules[name]
         names = ("torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi")
         modules = [_stand_in(name) for name in names]
-        for parent, child in zip(modules, modules[1:], strict=False):
+        for parent, child in pairwise(modules):
             setattr(parent, child.__name__.rpartition(".")[2], child)
         sys.modules |= {module.__name__: module for module in modules}
 
@@ -92,13 +93,16 @@ class Cloner:
     def _wave(self, samples: np.ndarray, sample_rate: int) -> np.ndarray:
         wave = np.asarray(samples, dtype=np.float32)
         if wave.ndim != 1 or sample_rate <= 0:
-            raise RequestError(f"samples must be [n] mono at a positive rate, got {wave.shape} at {sample_rate}", "samples")
+            raise RequestError(
+                f"samples must be [n] mono at a positive rate, got {wave.shape} at {sample_rate}", "samples"
+            )
         if not np.isfinite(wave).all():
             raise RequestError("samples holds numbers that are not finite", "samples")
         seconds = len(wave) / sample_rate
         if not MIN_SECONDS <= seconds <= MAX_SECONDS:
             raise RequestError(
-                f"the recording lasts {seconds:.1f} s: give between {MIN_SECONDS:.0f} and {MAX_SECONDS:.0f} s", "samples"
+                f"the recording lasts {seconds:.1f} s: give between {MIN_SECONDS:.0f} and {MAX_SECONDS:.0f} s",
+                "samples",
             )
         rate = self.config.codec.sample_rate
         return wave if sample_rate == rate else soxr.resample(wave, sample_rate, rate, quality="HQ")
@@ -135,6 +139,8 @@ def _foreign_config(checkpoint: Checkpoint, section: str) -> Any:
     """The section as qwen-tts's own configuration object, read by qwen-tts from the checkpoint's files."""
     if section == "encoder_config":
         tokenizer = importlib.import_module("qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2")
-        return tokenizer.Qwen3TTSTokenizerV2Config.from_pretrained(checkpoint.directory / "speech_tokenizer").encoder_config
+        return tokenizer.Qwen3TTSTokenizerV2Config.from_pretrained(
+            checkpoint.directory / "speech_tokenizer"
+        ).encoder_config
     models = importlib.import_module("qwen_tts.core.models.configuration_qwen3_tts")
     return models.Qwen3TTSConfig.from_pretrained(checkpoint.directory).speaker_encoder_config

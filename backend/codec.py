@@ -181,9 +181,7 @@ class WaveDecoder:
 
     def __init__(self, config: CodecConfig, load: Read, histories: Histories) -> None:
         ratios, rates = config.upsampling_ratios, config.upsample_rates
-        self.upsample = [
-            ConvNeXtUpsample(histories, load, f"upsample.{i}", ratio) for i, ratio in enumerate(ratios)
-        ]
+        self.upsample = [ConvNeXtUpsample(histories, load, f"upsample.{i}", ratio) for i, ratio in enumerate(ratios)]
         self.conv_in = CausalConv(histories, load("conv_in.weight"), load("conv_in.bias"))
         self.blocks = [UpsampleBlock(histories, load, f"blocks.{i}", rate) for i, rate in enumerate(rates)]
         self.snake_out = SnakeBeta(load("snake_out.alpha"), load("snake_out.beta"))

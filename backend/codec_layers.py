@@ -60,7 +60,7 @@ class Convolution:
     def _pack(self, plane: Tensor) -> Tensor:
         reach = (plane.shape[3] - 1) * self.dilation
         shape = [1, plane.shape[1] * self.groups, 1, _PACKED_FOR + reach]
-        return torch._C._nn.mkldnn_reorder_conv2d_weight(
+        return torch._C._nn.mkldnn_reorder_conv2d_weight(  # pyright: ignore[reportAttributeAccessIssue]
             plane.to_mkldnn(), [0, 0], [1, 1], [1, self.dilation], self.groups, shape
         )
 
@@ -78,7 +78,9 @@ class Convolution:
 class CausalConv:
     """A causal convolution: its history is the last ``reach`` inputs. One of kernel 1 is a matrix."""
 
-    def __init__(self, histories: Histories, weight: Tensor, bias: Tensor | None, dilation: int = 1, groups: int = 1):
+    def __init__(
+        self, histories: Histories, weight: Tensor, bias: Tensor | None, dilation: int = 1, groups: int = 1
+    ) -> None:
         self.reach = (weight.shape[2] - 1) * dilation
         if self.reach:
             self.history = histories.add(self.reach, weight.shape[1] * groups)

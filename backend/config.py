@@ -249,9 +249,7 @@ class ModelConfig:
     def _check_text_ids(self) -> None:
         for name in ("im_start", "im_end", "tts_pad", "tts_bos", "tts_eos"):
             value = getattr(self.ids, name)
-            _require(
-                0 <= value < self.text_vocab, f"{name}_token_id {value} is outside {self.text_vocab} text ids"
-            )
+            _require(0 <= value < self.text_vocab, f"{name}_token_id {value} is outside {self.text_vocab} text ids")
 
     def _check_codec_ids(self) -> None:
         vocab = self.spec.talker.vocab
@@ -333,9 +331,7 @@ class _Section:
     @classmethod
     def load(cls, path: Path) -> _Section:
         if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing; is this a Qwen3-TTS checkpoint? If so, {DOWNLOAD_AGAIN}"
-            )
+            raise CheckpointError(f"{path} is missing; is this a Qwen3-TTS checkpoint? If so, {DOWNLOAD_AGAIN}")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -49,13 +49,9 @@ def _download(hub_id: str, revision: str | None, offline: bool, progress: bool) 
     wanted = hub_id if revision is None else f"{hub_id} at revision {revision}"
     try:
         with _progress_bars(progress):
-            found = snapshot_download(
-                hub_id, revision=revision, local_files_only=offline, allow_patterns=WANTED_FILES
-            )
+            found = snapshot_download(hub_id, revision=revision, local_files_only=offline, allow_patterns=WANTED_FILES)
     except GatedRepoError as error:
-        raise CheckpointError(
-            f"{wanted} asks for consent: accept its terms on the hub, set HF_TOKEN"
-        ) from error
+        raise CheckpointError(f"{wanted} asks for consent: accept its terms on the hub, set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(f"there is no directory and no model {hub_id} on the hub") from error
     except RevisionNotFoundError as error:

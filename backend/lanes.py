@@ -83,7 +83,12 @@ class Lanes:
     """
 
     def __init__(
-        self, config: ModelConfig, decoder: Decoder, codec: Codec, embed: PromptEmbedder, ramp: tuple[int, ...]
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        codec: Codec,
+        embed: PromptEmbedder,
+        ramp: tuple[int, ...],
     ) -> None:
         self.config, self.decoder, self.codec, self.embed, self.ramp = config, decoder, codec, embed, ramp
         self.lanes: list[Lane | None] = [None] * decoder.state.lanes

@@ -57,9 +57,7 @@ def write_tokenizer(directory: Path, **places: int | None) -> dict[str, int]:
     return json.loads(files["vocab.json"])
 
 
-def _vocabulary(
-    first_special: int | None, assistant: int | None
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _vocabulary(first_special: int | None, assistant: int | None) -> tuple[dict[str, int], list[tuple[str, str]]]:
     symbols, merges = _byte_symbols(), _learn_merges()
     tokens = [*symbols, *("".join(pair) for pair in merges)]
     vocab = {token: position for position, token in enumerate(dict.fromkeys(tokens))}

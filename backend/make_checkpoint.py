@@ -49,10 +49,7 @@ TEXT_IDS = {
     "assistant_token_id": "assistant",
 }  # fmt: skip
 
-# qwen-tts asks transformers to correct a fault of Mistral's tokenizers, and transformers 4.57.3 then
-# replaces the pre-tokenizer of any local checkpoint whose files a later version than this one wrote. Loaded
-# from the hub, the released checkpoints keep Qwen2's own pre-tokenizer; so do these.
-TRANSFORMERS_VERSION = "4.57.2"
+TRANSFORMERS_VERSION = "4.57.3"
 
 GENERATION: Json = {
     "do_sample": True,
@@ -149,7 +146,7 @@ def _write_weights(directory: Path, dtype: torch.dtype, seed: int, report: Repor
 
 
 def _header(entries: Iterable[TensorEntry], dtype: torch.dtype) -> bytes:
-    """The head of a safetensors file; transformers insists on the metadata."""
+    """The head of a safetensors file, with the metadata that transformers writes."""
     kind = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     header: Json = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -131,7 +131,8 @@ class Planner:
     def _check(self, text: str, param: str) -> None:
         if len(text) > self.max_characters:
             raise RequestError(
-                f"{param} has {len(text)} characters, more than {self.max_characters}: send it in parts", param
+                f"{param} has {len(text)} characters, more than {self.max_characters}: send it in parts",
+                param,
             )
         check_text(text, param)
 

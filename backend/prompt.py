@@ -175,9 +175,7 @@ def build_prompt(
     )
 
 
-def _check_text_suffices(
-    text: tuple[int, ...], text_mode: TextMode, reference: Reference | None, open: bool
-) -> None:
+def _check_text_suffices(text: tuple[int, ...], text_mode: TextMode, reference: Reference | None, open: bool) -> None:
     if text_mode not in ("streamed", "whole"):
         raise ValueError(f"text_mode {text_mode!r} is neither 'streamed' nor 'whole'")
     needed = needed_text_ids(text_mode, reference) if open else 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from backend.config import SamplingDefaults
 from backend.errors import RequestError
 from backend.prompt import TextMode
 from backend.voice import Voice
 from megakernel import DrawParams
+
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Sampling:
             self._check(name, lambda value: 0 < value <= 1, "above 0 and at most 1")
         self._check("max_frames", lambda value: value >= 1, "at least 1")
 
-    def _check(self, name: str, sound, wanted: str) -> None:
+    def _check(self, name: str, sound: Callable[[float], bool], wanted: str) -> None:
         value = getattr(self, name)
         if value is not None and not sound(value):
             hint = "; for no randomness set greedy" if name.endswith("temperature") else ""
@@ -85,5 +89,5 @@ class SpeechRequest:
     text_mode: TextMode | None = None
 
 
-def _or(value, default):
+def _or(value: T | None, default: T) -> T:
     return default if value is None else value

@@ -22,7 +22,6 @@ from backend.checkpoint import Checkpoint
 from backend.codec import Codec
 from backend.embedding import PromptEmbedder, TextTable
 from backend.errors import RequestError
-
 from backend.lanes import Job, Lanes
 from backend.plan import Planner
 from backend.prompt import default_text_mode
@@ -198,7 +197,7 @@ class Synthesizer:
                     f"the text takes {len(prompt)} positions of {self.decoder.state.positions}: send it in parts",
                     "text",
                 )
-        utterance = Utterance(plan.seed, feed, self._lanes.wake)
+        utterance = Utterance(plan.seed, feed, self._wake)
         self._lanes.submit(Job(utterance, plan, self._lead_frames(self.lead if lead is _SAME else lead)))
         return utterance
 
@@ -227,6 +226,10 @@ class Synthesizer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _wake(self) -> None:
+        """What an open utterance holds, and through it the synthesizer: letting go of that alone ends no speech."""
+        self._lanes.wake()
+
     def _lead_frames(self, lead: float | None) -> int | None:
         if lead is None:
             return None
@@ -248,7 +251,9 @@ class _Reader:
     def __enter__(self) -> _Reader:
         from tqdm import tqdm
 
-        wanted = [name for name in self.checkpoint.table if name.startswith(("talker.", "predictor.", "text.", "codec."))]
+        wanted = [
+            name for name in self.checkpoint.table if name.startswith(("talker.", "predictor.", "text.", "codec."))
+        ]
         self.bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=not self.progress, leave=False)
         return self
 
@@ -268,5 +273,3 @@ def _stored_format(checkpoint: Checkpoint) -> str:
 def _check_ramp(ramp: tuple[int, ...]) -> None:
     if not ramp or min(ramp) < 1:
         raise ValueError(f"ramp needs at least one chunk size of at least one frame, got {ramp}")
-
-

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """``samples`` ``[frames * samples_per_frame]`` float32 within ±1 and the ``codes`` ``[frames, groups]`` behind them."""
+    """``samples`` ``[frames * samples_per_frame]`` float32 within ±1, and their ``codes`` ``[frames, groups]``."""
 
     samples: np.ndarray
     codes: np.ndarray

@@ -37,7 +37,7 @@ class Voice:
 
     def save(self, path: str | Path) -> None:
         """Write the voice to a safetensors file."""
-        tensors = {"x_vector": np.ascontiguousarray(self.x_vector, dtype=np.float32)}
+        tensors: dict[str, np.ndarray] = {"x_vector": np.ascontiguousarray(self.x_vector, dtype=np.float32)}
         if self.codes is not None:
             tensors["codes"] = np.ascontiguousarray(self.codes, dtype=np.int32)
         save_file(tensors, path, {"format": FORMAT, "text": json.dumps(self.text)})

@@ -8,4 +8,12 @@ from megakernel.sampling import DrawParams
 from megakernel.spec import DecoderSpec, StackSpec
 from megakernel.weights import DecoderWeights, pack_decoder
 
-__all__ = ["CacheFullError", "Decoder", "DecoderSpec", "DecoderWeights", "DrawParams", "StackSpec", "pack_decoder"]
+__all__ = [
+    "CacheFullError",
+    "Decoder",
+    "DecoderSpec",
+    "DecoderWeights",
+    "DrawParams",
+    "StackSpec",
+    "pack_decoder",
+]

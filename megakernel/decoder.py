@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel import reference as twin
+from megakernel.linear import Linear
 from megakernel.sampling import DrawParams, gumbel_noise, penalize
 from megakernel.state import LaneState
 from megakernel.weights import DecoderWeights
@@ -178,7 +179,7 @@ class Decoder:
             length[lane] += 1
         return hidden
 
-    def score(self, hidden: Tensor, head) -> Tensor:
+    def score(self, hidden: Tensor, head: Linear) -> Tensor:
         """Logits, float32, of final-norm ``hidden`` ``[lanes, positions, width]``."""
         return head(hidden.to(head.dtype)).float()
 

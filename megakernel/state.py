@@ -7,7 +7,6 @@ NaN to prove it.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from megakernel.sampling import DrawParams, DrawTable
 from megakernel.spec import DecoderSpec, StackSpec
@@ -31,9 +30,7 @@ class LaneState:
     codes so far. ``predictor_logits`` ``[lanes, groups - 1, predictor.vocab]`` are those of the last frame.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, lanes: int, positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, lanes: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         self.lanes, self.positions = lanes, positions
         self.cache = Cache(spec.talker, lanes, positions, dtype, device)
         self.predictor_cache = Cache(spec.predictor, lanes, spec.groups, dtype, device)

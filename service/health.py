@@ -1,0 +1,29 @@
+"""Answers whether the server is alive (`/health`, and what runs), and whether it takes work (`/ready`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from backend import Synthesizer
+from service.errors import AsciiJSONResponse
+from service.openai_speech import model_id
+from service.settings import Settings
+
+
+def router(synthesizer: Synthesizer, settings: Settings) -> APIRouter:
+    """Both routes; they need no key."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", **synthesizer.info(), "model": model_id(synthesizer, settings)}
+
+    @routes.get("/ready")
+    async def ready(request: Request) -> Response:
+        is_ready = bool(request.app.state.ready)
+        return AsciiJSONResponse({"ready": is_ready}, status_code=200 if is_ready else 503)
+
+    return routes
