@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megakernel import reference as twin
 from megakernel.linear import Linear
-from megakernel.sampling import DrawParams, gumbel_noise, penalize
+from megakernel.sampling import DrawParams, gumbel_blocks, penalize
 from megakernel.state import LaneState
 from megakernel.weights import DecoderWeights
 
@@ -39,6 +39,7 @@ class Decoder:
         self.cos, self.sin = twin.rope_table(self.spec.talker, positions, device)
         self.predictor_cos, self.predictor_sin = twin.rope_table(self.spec.predictor, self.spec.groups, device)
         self.groups = torch.arange(self.spec.groups, device=device)
+        self.noise_sizes, self.noise_blocks = self._noise_layout(device)
         self.suppressed = torch.arange(self.spec.talker.vocab, device=device) >= self.spec.suppress_from
         self.suppressed[self.spec.eos] = False
         self.suppressed_early = self.suppressed.clone()
@@ -103,7 +104,7 @@ class Decoder:
         state, weights = self.state, self.weights
         talker, predictor = state.talker_draw.take(lanes, index), state.predictor_draw.take(lanes, index)
         noise = self.noise(lanes) if not (talker.greedy and predictor.greedy) else [None] * self.spec.groups
-        code = talker.sample(self.talker_logits(lanes, index), _first(noise[0], self.spec.talker.vocab))
+        code = talker.sample(self.talker_logits(lanes, index), noise[0])
         codes = [code if forced is None else forced[:, 0]]
         state.seen[index, codes[0]] = True
         x = torch.stack([state.hidden[index], F.embedding(codes[0], weights.embedding).float()], dim=1)
@@ -111,7 +112,7 @@ class Decoder:
         for group in range(1, self.spec.groups):
             hidden = self.predict(x, start=0 if group == 1 else group)
             logits = self.score(hidden[:, -1:], weights.predictor_heads[group - 1])[:, 0]
-            code = predictor.sample(logits, _first(noise[group], self.spec.predictor.vocab))
+            code = predictor.sample(logits, noise[group])
             codes.append(code if forced is None else forced[:, group])
             scores.append(logits)
             x = F.embedding(codes[group], weights.predictor_embedding[group - 1]).float()[:, None]
@@ -123,8 +124,9 @@ class Decoder:
         device = self.weights.device
         seed = torch.tensor([self.state.seed[lane] for lane in lanes], device=device)
         frame = torch.tensor([self.state.frame[lane] for lane in lanes], device=device)
-        vocab = max(self.spec.talker.vocab, self.spec.predictor.vocab)
-        return list(gumbel_noise(seed, frame, self.groups, vocab).unbind(dim=1))
+        groups = gumbel_blocks(seed, frame, *self.noise_blocks).split_with_sizes(self.noise_sizes, dim=1)
+        predictor = self.spec.predictor.vocab
+        return [groups[0][:, : self.spec.talker.vocab], *(noise[:, :predictor] for noise in groups[1:])]
 
     def talker_logits(self, lanes: list[int], index: Tensor) -> Tensor:
         """The talker's last logits with repetition penalty and suppression, ``[len(lanes), vocab]``."""
@@ -183,12 +185,15 @@ class Decoder:
         """Logits, float32, of final-norm ``hidden`` ``[lanes, positions, width]``."""
         return head(hidden.to(head.dtype)).float()
 
+    def _noise_layout(self, device: torch.device) -> tuple[list[int], tuple[Tensor, Tensor]]:
+        """How many codes of noise a frame takes for each group, in blocks of four; each block's group and number."""
+        vocabs = [self.spec.talker.vocab] + [self.spec.predictor.vocab] * (self.spec.groups - 1)
+        blocks = [torch.arange(-(-vocab // 4), device=device) for vocab in vocabs]
+        groups = [torch.full_like(block, group) for group, block in enumerate(blocks)]
+        return [4 * len(block) for block in blocks], (torch.cat(groups), torch.cat(blocks))
+
     def _require_room(self, lane: int, positions: int) -> None:
         if self.state.length[lane] + positions > self.state.positions:
             raise CacheFullError(
                 f"lane {lane} needs {self.state.length[lane] + positions} cache positions of {self.state.positions}"
             )
-
-
-def _first(noise: Tensor | None, vocab: int) -> Tensor | None:
-    return None if noise is None else noise[:, :vocab]

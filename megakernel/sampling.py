@@ -68,12 +68,16 @@ def gumbel_noise(seed: Tensor, frame: Tensor, group: Tensor, vocab: int) -> Tens
     ``i % 4`` of the Philox block counted by ``(i // 4, group, frame, 0)``.
     """
     blocks = torch.arange(-(-vocab // 4), device=seed.device)
-    zero = torch.zeros_like(blocks)
-    words = philox(
-        (blocks, group.view(-1, 1), frame.view(-1, 1, 1), zero),
-        ((seed & _MASK).view(-1, 1, 1), ((seed >> 32) & _MASK).view(-1, 1, 1)),
-    )
-    u = uniform(torch.stack(words, dim=-1).flatten(-2)[..., :vocab])
+    pairs = torch.cartesian_prod(group, blocks)
+    return gumbel_blocks(seed, frame, pairs[:, 0], pairs[:, 1]).view(len(seed), len(group), -1)[..., :vocab]
+
+
+def gumbel_blocks(seed: Tensor, frame: Tensor, group: Tensor, block: Tensor) -> Tensor:
+    """The noise of four codes for each pair of ``group`` and ``block`` ``[blocks]``: ``[lanes, 4 * blocks]``."""
+    zero = torch.zeros_like(block)
+    key = (seed & _MASK).view(-1, 1), ((seed >> 32) & _MASK).view(-1, 1)
+    words = philox((block, group, frame.view(-1, 1), zero), key)
+    u = uniform(torch.stack(words, dim=-1).flatten(1))
     return u.log_().neg_().log_().neg_()
 
 
