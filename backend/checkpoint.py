@@ -81,6 +81,11 @@ class Checkpoint:
         entry = self.table[name]
         return self._files[entry.file][entry.foreign].read(entry.foreign)
 
+    def release(self) -> None:
+        """Let go of the files until the next read."""
+        for file in {id(file): file for files in self._files.values() for file in files.values()}.values():
+            file.release()
+
     def read_under(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor whose name starts with `prefix`, one at a time, with the rest of its name."""
         for name in self.table:

@@ -263,6 +263,7 @@ class _Reader:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
+        self.checkpoint.release()
 
 
 def _stored_format(checkpoint: Checkpoint) -> str:
