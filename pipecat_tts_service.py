@@ -231,9 +231,7 @@ class Qwen3TTSService(TTSService):
     def _fields(self) -> dict[str, Any]:
         """The settings under the names that the engine's doors know; what is None is left out."""
         settings = self._settings
-        fields: dict[str, Any] = {
-            name: getattr(settings, name) for name in ("voice", "language", "seed", *SAMPLING)
-        }
+        fields: dict[str, Any] = {name: getattr(settings, name) for name in ("voice", "language", "seed", *SAMPLING)}
         fields["instructions"] = settings.instruction
         if not self._is_streaming_tokens:
             fields["text_mode"] = settings.text_mode

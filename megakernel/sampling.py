@@ -9,7 +9,7 @@ noise switched off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,10 +101,10 @@ def keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """The least likely codes whose probabilities sum to at most ``1 - top_p`` to -inf.
 
-    ``top_p`` ``[lanes, 1]``; the most likely code always stays.
+    ``top_p`` ``[lanes, 1]`` float64; the most likely code always stays.
     """
     ordered, order = logits.sort(dim=-1, stable=True)
-    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p).to(logits.dtype)
     dropped[..., -1] = False
     return logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
 
@@ -117,10 +117,12 @@ class DrawTable:
         self.params = [DrawParams() for _ in range(lanes)]
         self.temperature = torch.ones(lanes, 1, device=device)
         self.top_k = torch.ones(lanes, 1, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(lanes, 1, device=device)
+        self.top_p = torch.ones(lanes, 1, dtype=torch.float64, device=device)  # so that 1 - top_p is rounded once
         self.stochastic = torch.zeros(lanes, 1, device=device)
 
     def set(self, lane: int, params: DrawParams) -> None:
+        if params.greedy:  # a filter could round two logits to one or cut off a tie, and only beside lanes that draw
+            params = replace(params, temperature=1.0, top_p=1.0)
         self.params[lane] = params
         self.temperature[lane] = params.temperature
         self.top_k[lane] = self._kept(params)

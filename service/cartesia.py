@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from backend import Synthesizer, Utterance
 from backend.errors import EngineError, RequestError
 from service.bridge import chunks
-from service.errors import complaint
+from service.errors import ENGINE_FAILED, complaint
 from service.languages import joined
 from service.pcm import ENCODINGS, ENGINE_RATE, MAX_RATE, MIN_RATE, Encoder
 from service.settings import Settings
@@ -119,9 +119,7 @@ class Connection:
                 # Starlette's word for a socket that it has already seen closed.
                 raise WebSocketDisconnect(1006) from error
 
-    async def send_error(
-        self, context_id: str | None, status: int, text: str, param: str | None = None
-    ) -> None:
+    async def send_error(self, context_id: str | None, status: int, text: str, param: str | None = None) -> None:
         title = TITLES[status]
         code = title.lower().replace(" ", "_")
         error = {"status_code": status, "error_code": code, "title": title, "message": text, "error": text}
@@ -148,7 +146,7 @@ class Connection:
             await self._refuse(context_id, 400, str(error), error.param)
         except EngineError as error:
             logger.error("the engine failed: %s", error)
-            await self._refuse(context_id, 503, "the engine failed; the server's log says why")
+            await self._refuse(context_id, 503, ENGINE_FAILED)
         except _TooMany as error:
             await self._refuse(context_id, 429, str(error))
 
@@ -173,9 +171,7 @@ class Connection:
     def _begin(self, message: Message, context_id: str, after: Context | None) -> Context:
         message.check()
         if len(self._contexts) >= self.settings.max_contexts:
-            raise _TooMany(
-                f"{self.settings.max_contexts} contexts are open on this socket, which is the limit"
-            )
+            raise _TooMany(f"{self.settings.max_contexts} contexts are open on this socket, which is the limit")
         context = Context(self, context_id, message)
         self._contexts[context_id] = context
         context.task = self._tasks.create_task(self._carry(context, after.task if after else None))
@@ -266,9 +262,7 @@ class Context:
         if self._failure is not None:
             await self._connection.send_error(self.id, *self._failure)
         else:
-            await self._connection.send(
-                {"type": "done", "context_id": self.id, "done": True, "status_code": 200}
-            )
+            await self._connection.send({"type": "done", "context_id": self.id, "done": True, "status_code": 200})
 
     def _push(self, text: str) -> None:
         """Live text. A part begins with its first word, so that no lane waits for white space."""
@@ -323,7 +317,7 @@ class Context:
                     begun = await self._send_audio(encoder.encode(chunk.samples), begun)
         except EngineError as error:
             logger.error("the engine failed: %s", error)
-            self.fail(503, "the engine failed; the server's log says why", None)
+            self.fail(503, ENGINE_FAILED, None)
         if not self._is_cancelled:
             await self._send_audio(encoder.finish(), begun)
             await self._send_flush_done(part)

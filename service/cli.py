@@ -30,35 +30,23 @@ from service.settings import Settings
 if TYPE_CHECKING:
     from backend import SpeechRequest, Synthesizer, Utterance
 
-app = typer.Typer(
-    name="qwen3-tts", help="Streaming speech from Qwen3-TTS.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(name="qwen3-tts", help="Streaming speech from Qwen3-TTS.", no_args_is_help=True, add_completion=False)
 
-Model = Annotated[
-    str | None, typer.Option(help="Checkpoint directory or hub id; none: a small random one (noise).")
-]
+Model = Annotated[str | None, typer.Option(help="Checkpoint directory or hub id; none: a small random one (noise).")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
-Offline = Annotated[
-    bool | None, typer.Option("--offline/--online", help="Use only what is downloaded already.")
-]
+Offline = Annotated[bool | None, typer.Option("--offline/--online", help="Use only what is downloaded already.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of the hub id.")]
 
 
 @app.command()
 def say(
     text: Annotated[str, typer.Argument(help="What to say; '-' or nothing: read standard input.")] = "-",
-    output: Annotated[
-        str, typer.Option("-o", "--output", help="A .wav or .pcm file; '-' is stdout.")
-    ] = "out.wav",
+    output: Annotated[str, typer.Option("-o", "--output", help="A .wav or .pcm file; '-' is stdout.")] = "out.wav",
     model: Model = None,
-    voice: Annotated[
-        str | None, typer.Option(help="One of the model's voices; its first by default.")
-    ] = None,
+    voice: Annotated[str | None, typer.Option(help="One of the model's voices; its first by default.")] = None,
     language: Annotated[str, typer.Option(help="A name or code (english, en), or auto.")] = "auto",
-    instruction: Annotated[
-        str | None, typer.Option(help="How to say it, for models that listen to it.")
-    ] = None,
+    instruction: Annotated[str | None, typer.Option(help="How to say it, for models that listen to it.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed says it the same way.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Speak standard input while it comes.")] = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest code.")] = False,
@@ -97,9 +85,7 @@ def say(
         if live and text != "-":
             _fail("--live speaks standard input; leave TEXT out")
         words = None if live else (_read_input() if text == "-" else text)
-        settings = _settings(
-            model=model, device=device, dtype=dtype, offline=offline, revision=revision, lanes=1
-        )
+        settings = _settings(model=model, device=device, dtype=dtype, offline=offline, revision=revision, lanes=1)
         with _engine(settings) as synthesizer:
             request = _request(synthesizer, words, voice, language, instruction, seed, sampling, text_mode)
             utterance = synthesizer.open(request, lead=None)
@@ -111,9 +97,7 @@ def say(
 
 @app.command()
 def serve(
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; beyond loopback it needs a key.")
-    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback it needs a key.")] = None,
     port: Annotated[int | None, typer.Option()] = None,
     model: Model = None,
     device: Device = None,
@@ -163,9 +147,7 @@ def info(
 ) -> None:
     """Load a model and tell what it is: kind, size, voices, languages, and what it runs on."""
     with _one_line_errors():
-        settings = _settings(
-            model=model, device=device, dtype=dtype, offline=offline, revision=revision, lanes=1
-        )
+        settings = _settings(model=model, device=device, dtype=dtype, offline=offline, revision=revision, lanes=1)
         with _engine(settings) as synthesizer:
             facts = synthesizer.info()
         typer.echo(json.dumps(facts, indent=2) if as_json else _table(facts))
@@ -217,9 +199,7 @@ def _write_speech(utterance: Utterance, output: str, form: wav_output.Form | Non
     from tqdm import tqdm
 
     begun, first, samples = time.monotonic(), None, 0
-    bar = tqdm(
-        unit="s", desc="speech", disable=None, bar_format="{desc}: {n:.1f} s [{elapsed}]", file=sys.stderr
-    )
+    bar = tqdm(unit="s", desc="speech", disable=None, bar_format="{desc}: {n:.1f} s [{elapsed}]", file=sys.stderr)
     try:
         with wav_output.opened(output, form) as target, bar:
             for chunk in utterance:

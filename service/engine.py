@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("qwen3_tts")
 
-NOISE = (
-    "this checkpoint is random: its voice is NOISE, for trying things out; name a trained model with --model"
-)
+NOISE = "this checkpoint is random: its voice is NOISE, for trying things out; name a trained model with --model"
 
 
 def load(settings: Settings, *, progress: bool = False) -> Synthesizer:
@@ -47,9 +45,7 @@ def load(settings: Settings, *, progress: bool = False) -> Synthesizer:
         revision=settings.revision,
         progress=progress,
     )
-    logger.info(
-        "loaded in %.1f s: %s, %d lanes", time.monotonic() - begun, synthesizer.kind, synthesizer.lanes
-    )
+    logger.info("loaded in %.1f s: %s, %d lanes", time.monotonic() - begun, synthesizer.kind, synthesizer.lanes)
     if synthesizer.noise:
         logger.warning(NOISE)
     return synthesizer

@@ -18,6 +18,8 @@ from backend.errors import EngineError, RequestError
 
 logger = logging.getLogger("qwen3_tts")
 
+ENGINE_FAILED = "the engine failed; the server's log says why"
+
 
 class AsciiJSONResponse(JSONResponse):
     """JSON that escapes what is not ASCII: a message may quote text that UTF-8 cannot carry."""
@@ -38,6 +40,12 @@ def openai_error(
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return AsciiJSONResponse(body, status_code=status, headers=headers)
+
+
+def engine_failure(error: Exception) -> AsciiJSONResponse:
+    """503, and the reason in the log."""
+    logger.error("the engine failed: %s", error)
+    return openai_error(503, ENGINE_FAILED, code="engine_failed")
 
 
 def complaint(problem: dict[str, Any]) -> tuple[str, str | None]:
@@ -75,5 +83,4 @@ async def _on_http_error(_: Request, error: Exception) -> AsciiJSONResponse:
 
 
 async def _on_engine_error(_: Request, error: Exception) -> AsciiJSONResponse:
-    logger.error("the engine failed: %s", error)
-    return openai_error(503, "the engine failed; the server's log says why", code="engine_failed")
+    return engine_failure(error)

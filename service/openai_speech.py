@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from backend import Synthesizer, Utterance
 from backend.errors import EngineError, RequestError
 from service.bridge import chunks
-from service.errors import openai_error
+from service.errors import engine_failure
 from service.pcm import ENGINE_RATE, Encoder, wav_header
 from service.settings import Settings
 from service.speech_fields import SpeechFields, check_length
@@ -150,11 +150,10 @@ class AudioStream(Response):
                         started, body = True, self._head + body
                         await self._start(send)
                     await self._put(send, body)
-        except EngineError:
+        except EngineError as error:
             if started:
                 raise
-            refusal = openai_error(503, "the engine failed; the server's log says why", code="engine_failed")
-            await refusal(scope, receive, send)
+            await engine_failure(error)(scope, receive, send)
             return
         if not started:
             await self._start(send)

@@ -163,7 +163,5 @@ def websocket_url(url: str) -> str:
         raise ValueError(f"{url!r} is no server URL; it looks like http://127.0.0.1:8000")
     host, _, path = rest.partition("/")
     return (
-        f"{scheme.replace('http', 'ws')}://{host}/{path}"
-        if path
-        else f"{scheme.replace('http', 'ws')}://{host}{PATH}"
+        f"{scheme.replace('http', 'ws')}://{host}/{path}" if path else f"{scheme.replace('http', 'ws')}://{host}{PATH}"
     )

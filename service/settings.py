@@ -12,7 +12,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-SAMPLE_RATE = 24_000  # Hz, of every Qwen3-TTS checkpoint
 MAX_REQUEST_BYTES = 128 * 1024  # of one HTTP body or one websocket message
 
 
@@ -41,9 +40,7 @@ class Settings(BaseSettings):
     max_input_chars: int = Field(default=4096, ge=1)
     max_request_bytes: int = Field(default=MAX_REQUEST_BYTES, ge=1024)
     max_contexts: int = Field(default=32, ge=1)  # open at once on one websocket
-    send_timeout_seconds: float = Field(
-        default=30.0, gt=0
-    )  # a client that takes nothing for so long is dropped
+    send_timeout_seconds: float = Field(default=30.0, gt=0)  # a client that takes nothing for so long is dropped
     shutdown_seconds: int = Field(default=5, ge=0)  # that running responses get to finish after SIGTERM
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -59,8 +56,7 @@ class Settings(BaseSettings):
     def _refuse_public_without_key(self) -> Self:
         if not is_loopback(self.host) and not self.key:
             raise ValueError(
-                f"refusing to listen on {self.host} without a key: "
-                "set QWEN3_TTS_API_KEY, or use --host 127.0.0.1"
+                f"refusing to listen on {self.host} without a key: set QWEN3_TTS_API_KEY, or use --host 127.0.0.1"
             )
         return self
 

@@ -21,9 +21,7 @@ class SpeechFields(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
 
     language: str | None = None
-    instructions: str | None = Field(
-        default=None, validation_alias=AliasChoices("instructions", "instruction")
-    )
+    instructions: str | None = Field(default=None, validation_alias=AliasChoices("instructions", "instruction"))
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     text_mode: Literal["streamed", "whole"] | None = None
     temperature: float | None = None
@@ -33,9 +31,7 @@ class SpeechFields(BaseModel):
     predictor_temperature: float | None = None
     predictor_top_k: int | None = None
     predictor_top_p: float | None = None
-    max_frames: int | None = Field(
-        default=None, validation_alias=AliasChoices("max_new_tokens", "max_frames")
-    )
+    max_frames: int | None = Field(default=None, validation_alias=AliasChoices("max_new_tokens", "max_frames"))
     greedy: bool = False
 
     def sampling(self) -> Sampling:

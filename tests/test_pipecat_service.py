@@ -6,6 +6,7 @@ Pipecat's own Cartesia and OpenAI services speak to our server; Qwen3TTSService 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -25,8 +26,10 @@ from pipecat.frames.frames import (
     ErrorFrame,
     Frame,
     InterruptionFrame,
+    LLMContextFrame,
     LLMFullResponseEndFrame,
     LLMFullResponseStartFrame,
+    LLMRunFrame,
     LLMTextFrame,
     MetricsFrame,
     TextFrame,
@@ -101,7 +104,7 @@ def turn(*pieces: str) -> list[Frame]:
     return [LLMFullResponseStartFrame(), *map(LLMTextFrame, pieces), LLMFullResponseEndFrame()]
 
 
-def hear(service: TTSService, *frames: Frame) -> tuple[Sequence[Frame], Sequence[Frame]]:
+def hear(service: FrameProcessor, *frames: Frame) -> tuple[Sequence[Frame], Sequence[Frame]]:
     return asyncio.run(run_test(service, frames_to_send=frames, pipeline_params=RATE))
 
 
@@ -166,12 +169,6 @@ def test_other_sample_rates_are_resampled(engine: Synthesizer, make: Made):
     assert rates == {16_000} and len(audio(down)) == len(expected)
     difference = np.frombuffer(audio(down), "<i2").astype(int) - np.frombuffer(expected, "<i2")
     assert np.abs(difference).max() <= 1
-
-
-def test_text_outside_a_turn_ends_by_itself(engine: Synthesizer, make: Made):
-    down, _ = hear(make(), TextFrame("One thing. "), TextFrame("Another. And"), TTSSpeakFrame("last"))
-    assert audio(down).startswith(spoken(engine, request_of(engine, "One thing.")))
-    assert len([frame for frame in down if isinstance(frame, TTSStoppedFrame)]) >= 2
 
 
 def test_first_audio_is_measured(make: Made):
@@ -348,6 +345,16 @@ def test_live_text_is_spoken_before_it_is_all_there(engine: Synthesizer, make: M
     acted(play())
 
 
+def test_text_outside_a_turn_ends_by_itself(engine: Synthesizer, make: Made):
+    async def play() -> None:
+        async with stage(make()) as on:
+            await on.send(TextFrame("One thing. An"))
+            heard = await on.until(TTSStoppedFrame)
+            assert audio(heard) == spoken(engine, request_of(engine, "One thing."))
+
+    acted(play())
+
+
 def errors(frames: Sequence[Frame]) -> list[ErrorFrame]:
     return [frame for frame in frames if isinstance(frame, ErrorFrame)]
 
@@ -405,9 +412,17 @@ def test_a_server_that_is_away_is_an_error_and_is_tried_again(stand_in: StandIn)
 
 
 def test_a_wrong_key_is_an_authentication_error(stand_in: StandIn):
+    """The service is of no use then, and yet a turn ends; it does not wait for silence to be noticed."""
+
+    async def play() -> None:
+        async with stage(Qwen3TTSService(url=running.url, api_key="wrong", stop_frame_timeout_s=3600)) as on:
+            [error] = errors(await on.until(ErrorFrame))
+            assert error.category is ErrorCategory.AUTHENTICATION and not on.service.is_usable
+            await on.send(TTSSpeakFrame("One."))
+            await on.until(TTSStoppedFrame)
+
     with serving(stand_in, api_key="right") as running:
-        _, up = hear(Qwen3TTSService(url=running.url, api_key="wrong"), TTSSpeakFrame("One."))
-    assert errors(up)[0].category is ErrorCategory.AUTHENTICATION
+        acted(play())
 
 
 def test_cleanup_twice_and_before_anything(make: Made):
@@ -434,6 +449,31 @@ def test_language_map(language: Language, name: str):
     service = Qwen3TTSService(url="http://127.0.0.1:8000", settings=Qwen3TTSSettings(language=language))
     assert service.language_to_service_language(language) == name
     assert service.settings.language == name  # type: ignore[attr-defined]
+
+
+class Scripted(FrameProcessor):
+    """A language model with one answer."""
+
+    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+        await super().process_frame(frame, direction)
+        if isinstance(frame, LLMContextFrame):
+            for piece in turn(*TOKENS):
+                await self.push_frame(piece)
+        else:
+            await self.push_frame(frame, direction)
+
+
+def test_the_example_bot_speaks(engine: Synthesizer, make: Made):
+    """The pipeline of `examples/voice_bot.py` with a scripted language model; its token mode, our voice."""
+    spec = importlib.util.spec_from_file_location("voice_bot", ROOT / "examples" / "voice_bot.py")
+    assert spec is not None and spec.loader is not None
+    voice_bot = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(voice_bot)
+    assert voice_bot.speech()._text_aggregation_mode is TextAggregationMode.TOKEN
+    service = make(text_aggregation_mode=TextAggregationMode.TOKEN)
+    pipeline = voice_bot.conversation([], Scripted(), [service])
+    down, _ = hear(pipeline, LLMRunFrame())
+    assert audio(down) == spoken(engine, request_of(engine, text_mode="streamed"))
 
 
 def test_a_remote_service_loads_no_torch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_checkpoint(tmp_path_factory.mktemp("service") / "tiny", preset="tiny", seed=0)
     generation = json.loads((made / "generation_config.json").read_text())
     (made / "generation_config.json").write_text(json.dumps({**generation, "max_new_tokens": 24}))
+    return made
+
+
+@pytest.fixture(scope="session")
+def deaf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, called by the size whose released model listens to no instruction."""
+    made = tmp_path_factory.mktemp("service") / "deaf"
+    shutil.copytree(tiny, made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "tts_model_size": "0b6"}))
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import socket
@@ -16,7 +17,9 @@ from websockets.sync.client import ClientConnection, connect
 
 from backend import Sampling, SpeechRequest, Synthesizer, Utterance
 from backend.errors import EngineError
+from service.cartesia import Connection
 from service.pcm import pcm_alaw, pcm_f32le, pcm_mulaw, pcm_s16le
+from service.settings import Settings
 from tests.service.engine_fixtures import spoken
 from tests.service.serving import ThreadServer, serving
 from tests.service.stand_in import StandIn, chunk
@@ -77,7 +80,7 @@ def client(server: ThreadServer) -> Iterator[Client]:
 
 @pytest.fixture
 def still(still_server: ThreadServer) -> Iterator[Client]:
-    with connect(still_server.websocket_url) as socket:
+    with connect(still_server.websocket_url, max_size=None) as socket:
         yield Client(socket)
 
 
@@ -202,6 +205,50 @@ def test_a_cancelled_name_can_be_used_again(engine: Synthesizer, client: Client)
     client.say("a", TEXT)
     client.hear_all("a")
     assert client.audio("a") == spoken(engine, request(engine))
+
+
+class GatedSocket:
+    """A websocket whose client reads only when the gate is open."""
+
+    def __init__(self) -> None:
+        self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.stuck, self.gate = asyncio.Event(), asyncio.Event()
+
+    def say(self, **message: Any) -> None:
+        self.incoming.put_nowait({"type": "websocket.receive", "text": json.dumps(message)})
+
+    async def receive(self) -> dict[str, Any]:
+        return await self.incoming.get()
+
+    async def send_text(self, text: str) -> None:
+        self.stuck.set()
+        await self.gate.wait()
+        self.sent.put_nowait(json.loads(text))
+
+
+def test_a_name_used_again_is_heard_after_its_first_end(stand_in: StandIn):
+    """The first context is stuck in a send when it is cancelled; its last word comes before the second's first."""
+    stand_in.on_open = lambda utterance: utterance.deliver(chunk())
+
+    async def play() -> list[str]:
+        gated = GatedSocket()
+        connection = asyncio.create_task(Connection(gated, stand_in, Settings()).run())  # type: ignore[arg-type]
+        gated.say(context_id="a", transcript="One.")
+        await gated.stuck.wait()
+        gated.say(context_id="a", cancel=True)
+        gated.say(context_id="a", transcript="Two.")
+        await asyncio.to_thread(stand_in.take)
+        (await asyncio.to_thread(stand_in.take)).finish("stop")
+        for _ in range(20):
+            await asyncio.sleep(0)  # all that can go on without the client has gone on
+        gated.gate.set()
+        heard = [(await gated.sent.get())["type"] for _ in range(4)]
+        gated.incoming.put_nowait({"type": "websocket.disconnect"})
+        await connection
+        return heard
+
+    assert asyncio.run(play()) == ["chunk", "done", "chunk", "done"]
 
 
 def test_cancel_frees_the_lane_for_the_next(engine: Synthesizer, client: Client):

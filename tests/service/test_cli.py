@@ -122,6 +122,28 @@ def test_a_closed_pipe_ends_it_cleanly(tiny: Path, form: str):
     assert running.returncode == 0 and "Traceback" not in errors and "Broken" not in errors, errors
 
 
+def test_what_a_closed_pipe_leaves_in_the_buffer_is_no_error():
+    """A short write stays in Python's buffer, which is flushed once more at exit."""
+    script = (
+        "import sys; from service.cli import _one_line_errors\n"
+        "with _one_line_errors(): sys.stdin.read(); sys.stdout.buffer.write(b'x'); sys.stdout.buffer.flush()"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=buffered,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:
+        assert running.stdin and running.stdout and running.stderr
+        running.stdout.close()
+        running.stdin.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == 0
+
+
 def test_interrupt_ends_it_with_one_line(tiny: Path):
     with start(
         "say", TEXT, "-o", "-", "--model", str(tiny), "--max-frames", FOREVER, stdout=subprocess.PIPE
@@ -168,6 +190,11 @@ def test_errors_are_one_line(
     lines = [line for line in done.stderr.splitlines() if line and not line.startswith("this checkpoint is random")]
     assert done.exit_code == code, done.output
     assert len(lines) == 1 and lines[0].startswith("qwen3-tts: ") and word in lines[0], done.output
+
+
+def test_an_instruction_for_a_model_that_takes_none_is_refused(deaf: Path):
+    done = runner.invoke(app, ["say", TEXT, "--instruction", "softly", "--model", str(deaf), "-o", os.devnull])
+    assert done.exit_code == 2 and "takes no instruction" in done.stderr, done.output
 
 
 def test_input_that_is_no_text_is_refused(tiny: Path):

@@ -6,6 +6,7 @@ import io
 import json
 import socket
 import wave
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -87,6 +88,15 @@ def test_extra_fields_reach_the_engine(engine: Synthesizer, server: ThreadServer
     sampling = Sampling(max_frames=12, temperature=0.5, top_k=5, predictor_top_p=0.9)
     wanted = request(engine, voice=engine.voices[-1], text_mode="streamed", sampling=sampling)
     assert reply.content == spoken(engine, wanted)
+
+
+def test_an_instruction_is_followed_or_refused(engine: Synthesizer, server: ThreadServer, deaf: Path):
+    followed = post(server, instructions="softly").content
+    assert followed == spoken(engine, request(engine, instruction="softly"))
+    assert followed != spoken(engine, request(engine))
+    with Synthesizer.from_pretrained(deaf, lanes=1) as other, serving(other) as running:
+        reply = post(running, instructions="softly")
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "instruction"
 
 
 def test_the_servers_seed_is_for_requests_without(engine: Synthesizer, server: ThreadServer):
@@ -254,10 +264,12 @@ def test_leaving_frees_the_lane(stand_in: StandIn, still_server: ThreadServer, p
     assert stand_in.freed.get(timeout=10) is utterance
 
 
-def test_a_client_that_takes_nothing_is_dropped(stand_in: StandIn):
+def test_a_client_that_takes_nothing_is_dropped(stand_in: StandIn, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "qwen3_tts")
     stand_in.on_open = flood
     with serving(stand_in, send_timeout_seconds=0.2) as running, raw_post(running):
         assert stand_in.freed.get(timeout=10) is stand_in.take()
+    assert "took nothing" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_lanes_left_by_clients_serve_the_next(engine: Synthesizer, server: ThreadServer):

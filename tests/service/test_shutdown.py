@@ -13,9 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+import inference_server
+from backend import EngineError, SpeechRequest, Synthesizer
+from service import engine as engine_module
 from tests.service.serving import serving
 from tests.service.stand_in import StandIn, chunk
 
@@ -46,6 +50,18 @@ def test_ready_only_while_it_runs_and_a_given_engine_is_left_open(stand_in: Stan
         assert httpx.get(f"{running.url}/ready").status_code == 200
     app = running.config.app
     assert app.state.ready is False and not stand_in.closed  # type: ignore[union-attr]
+
+
+def test_the_factory_loads_first_and_closes_last(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("QWEN3_TTS_MODEL", str(tiny))
+    loaded: list[Synthesizer] = []
+    load = engine_module.load
+    monkeypatch.setattr(engine_module, "load", lambda settings: loaded.append(load(settings)) or loaded[0])
+    app = inference_server.app()
+    with TestClient(app) as client:
+        assert loaded and client.get("/ready").status_code == 200
+    with pytest.raises(EngineError):
+        loaded[0].open(SpeechRequest("Too late.", loaded[0].voices[0]))
 
 
 @contextmanager

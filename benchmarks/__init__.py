@@ -1,0 +1,1 @@
+"""Figures and the conditions they hold under: one question a file, JSON lines in `results/`."""

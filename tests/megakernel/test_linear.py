@@ -1,0 +1,137 @@
+"""Weight matrices: a lane's rows are the same bits alone and in company, and the right numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.linear import SMALL, WEIGHT_FORMATS, LanewiseLinear, Linear, PackedLinear, make_linear
+
+LANES = 16
+COMPANIES = (2, 3, 4, 5, 8, 16)
+RELEASED = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3072, 1024), (2048, 1024)]
+ODD = [(37, 53), (515, 777), (1001, 300), (1, 7)]
+LARGEST = [(12288, 2048)]  # gate and up of the 1.7B talker
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random_matrix(out: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(out * 10007 + width)
+    weight = torch.randn(out, width, generator=generator) / width**0.5
+    return weight.to(dtype), torch.randn(out, generator=generator).to(dtype)
+
+
+def random_rows(lanes: int, width: int, dtype: torch.dtype, positions: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(lanes, positions, width, generator=generator).to(dtype)
+
+
+def assert_company_changes_nothing(linear: Linear, x: Tensor) -> None:
+    """``x`` ``[LANES, positions, in]``: each lane alone against every company size and place in it."""
+    alone = [linear(x[lane : lane + 1])[0] for lane in range(LANES)]
+    for size in COMPANIES:
+        for start in {0, LANES - size, 1 if size < LANES else 0}:
+            together = linear(x[start : start + size])
+            for place, row in enumerate(together):
+                lane = start + place
+                assert torch.equal(row, alone[lane]), f"lane {lane} at place {place} of {size} is not as alone"
+
+
+@pytest.mark.parametrize("shape", [*RELEASED, *ODD, *LARGEST], ids=str)
+def test_packed_rows_are_the_same_in_any_company(shape, threads) -> None:
+    weight, bias = random_matrix(*shape)
+    assert_company_changes_nothing(PackedLinear(weight, bias), random_rows(LANES, shape[1], torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [*RELEASED[:2], *ODD], ids=str)
+def test_lanewise_rows_are_the_same_in_any_company(shape, dtype, threads) -> None:
+    weight, bias = random_matrix(*shape, dtype)
+    assert_company_changes_nothing(LanewiseLinear(weight, bias), random_rows(LANES, shape[1], dtype))
+
+
+@pytest.mark.parametrize("positions", [2, 3, 7])
+@pytest.mark.parametrize("implementation", [PackedLinear, LanewiseLinear])
+def test_lanes_of_many_positions_are_the_same_in_any_company(implementation, positions, threads) -> None:
+    weight, bias = random_matrix(515, 777)
+    x = random_rows(LANES, 777, torch.float32, positions)
+    assert_company_changes_nothing(implementation(weight, bias), x)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_row_does_not_see_its_neighbours(place) -> None:
+    weight, bias = random_matrix(600, 512)
+    x = random_rows(5, 512, torch.float32)
+    others = torch.full_like(x, float("nan"))
+    others[place] = x[place]
+    for implementation in (PackedLinear, LanewiseLinear):
+        linear = implementation(weight, bias)
+        assert torch.equal(linear(others)[place], linear(x)[place]), implementation.__name__
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", [RELEASED[1], *ODD], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [(PackedLinear, torch.float32), (LanewiseLinear, torch.float32), (LanewiseLinear, torch.bfloat16)],
+)
+def test_values_are_those_of_float64(implementation, shape, dtype, with_bias) -> None:
+    weight, bias = random_matrix(*shape, dtype)
+    linear = implementation(weight, bias if with_bias else None)
+    for lanes, positions in ((1, 1), (1, 9), (2, 1), (3, 2)):
+        x = random_rows(lanes, shape[1], dtype, positions)
+        y = linear(x)
+        expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
+        assert y.dtype == linear.dtype == dtype
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(y.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_an_input_that_is_a_view_is_taken_by_its_values() -> None:
+    weight, bias = random_matrix(600, 512)
+    wide = random_rows(4, 1024, torch.float32)
+    for implementation in (PackedLinear, LanewiseLinear):
+        linear = implementation(weight, bias)
+        for view in (wide[..., 512:], wide[:1, :, ::2]):
+            assert torch.equal(linear(view), linear(view.clone())), implementation.__name__
+
+
+def test_a_packed_matrix_does_not_change_with_the_tensor_it_was_made_from() -> None:
+    weight, _ = random_matrix(600, 512)
+    x = random_rows(2, 512, torch.float32)
+    for implementation in (PackedLinear, LanewiseLinear):
+        source = weight.clone()
+        linear = implementation(source)
+        before = linear(x)
+        source.zero_()
+        assert torch.equal(linear(x), before), implementation.__name__
+
+
+def test_only_large_float32_matrices_are_packed() -> None:
+    side = int(SMALL**0.5)
+    at_limit, above = torch.zeros(side, side), torch.zeros(side + 1, side)
+    assert isinstance(make_linear(above), PackedLinear)
+    assert isinstance(make_linear(at_limit), LanewiseLinear)
+    assert isinstance(make_linear(above.bfloat16()), LanewiseLinear)
+    assert isinstance(make_linear(above, torch.zeros(side + 1)), PackedLinear)
+
+
+def test_without_onednn_every_matrix_is_lanewise(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert isinstance(make_linear(torch.zeros(1024, 1024)), LanewiseLinear)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_every_weight_format_makes_a_matrix_of_its_type(name) -> None:
+    dtype = WEIGHT_FORMATS[name]
+    weight, bias = random_matrix(600, 512, dtype)
+    linear = make_linear(weight, bias)
+    assert linear.dtype == dtype == linear(random_rows(2, 512, dtype)).dtype
