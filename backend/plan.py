@@ -122,7 +122,7 @@ class Planner:
     def feed(self, text: str | None) -> TextFeed:
         """The text of a request as ids, or an open feed for live text."""
         if text is None:
-            return TextFeed([], LiveText(self.tokenizer))
+            return TextFeed([], LiveText(self.tokenizer), self.max_characters)
         self._check(text, "text")
         if not text.strip():
             raise RequestError("text is empty: give at least one character that can be spoken", "text")

@@ -79,9 +79,11 @@ class Synthesizer:
         positions: int = POSITIONS,
         max_characters: int = MAX_CHARACTERS,
         progress: bool = False,
+        name: str | None = None,
     ) -> None:
         _check_ramp(ramp)
         self.checkpoint, self.config, self.lead = checkpoint, checkpoint.config, lead
+        self.name = name or checkpoint.directory.name
         self.device, self.dtype = torch.device(device), dtype or _stored_format(checkpoint)
         self.planner = Planner(self.config, TextTokenizer(checkpoint.directory), max_characters)
         self.cloner: cloning.Cloner | None = None
@@ -119,7 +121,8 @@ class Synthesizer:
         from backend.hub import resolve  # downloads are rare; the hub's client is not light
 
         directory = resolve(path, revision=revision, offline=offline, progress=progress)
-        return cls(Checkpoint(directory), progress=progress, **options)
+        name = directory.name if Path(path).exists() else str(path)
+        return cls(Checkpoint(directory), progress=progress, name=name, **options)
 
     @property
     def sample_rate(self) -> int:
@@ -153,10 +156,11 @@ class Synthesizer:
     def info(self) -> dict[str, Any]:
         """What runs here, as plain values: for logs, ``/health`` and the command line."""
         return {
-            "model": self.checkpoint.directory.name,
+            "model": self.name,
             "kind": self.kind,
             "size": self.config.size,
             "engine": self.decoder.name,
+            "running": self._thread.is_alive(),
             "device": str(self.device),
             "dtype": self.dtype,
             "lanes": self.lanes,

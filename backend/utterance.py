@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from backend.errors import RequestError
 from backend.text import LiveText
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -28,15 +29,21 @@ class Chunk:
 
 
 class TextFeed:
-    """The text ids of an utterance as they become known; ``closed`` when no more will come."""
+    """The text ids of an utterance as they become known; ``closed`` when no more will come.
 
-    def __init__(self, ids: list[int], live: LiveText | None = None) -> None:
-        self.ids, self.live, self.closed = ids, live, live is None
+    ``room`` is how many characters a live text may still have.
+    """
+
+    def __init__(self, ids: list[int], live: LiveText | None = None, room: int = 0) -> None:
+        self.ids, self.live, self.room, self.closed = ids, live, room, live is None
 
     def push(self, text: str) -> None:
         if self.live is None:
             raise ValueError("this utterance was opened with its whole text; open it with text=None to push")
+        if len(text) > self.room:
+            raise RequestError(f"the text has become {len(text) - self.room} characters too long: end it here", "text")
         self.ids += self.live.push(text)
+        self.room -= len(text)
 
     def end(self) -> None:
         if self.live is not None and not self.closed:
@@ -65,7 +72,8 @@ class Utterance:
     def push_text(self, text: str) -> None:
         """Add text to a live utterance.
 
-        Raises `RequestError`, taking nothing, for characters that cannot be spoken and after `end_text`;
+        Raises `RequestError`, taking nothing, for characters that cannot be spoken, past the length that a text
+        may have, and after `end_text`;
         ``ValueError`` if the utterance was opened with its text.
         """
         with self._changed:

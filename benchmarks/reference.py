@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -96,9 +98,10 @@ class Theirs:
     name = "qwen-tts"
 
     def __init__(self, directory: Path, dtype: str, voice: str) -> None:
-        qwen_tts = import_qwen_tts()
-        importlib.import_module("transformers").logging.set_verbosity_error()  # else a line a frame
-        self.model = qwen_tts.Qwen3TTSModel.from_pretrained(str(directory), dtype=getattr(torch, dtype))
+        with silence():
+            qwen_tts = import_qwen_tts()
+            importlib.import_module("transformers").logging.set_verbosity_error()  # else a line a frame
+            self.model = qwen_tts.Qwen3TTSModel.from_pretrained(str(directory), dtype=getattr(torch, dtype))
         self.voice = voice
 
     def speak(self, seed: int, frames: int) -> Run:
@@ -116,6 +119,23 @@ class Theirs:
     def decoder(self) -> Any:
         """Codes ``[1, groups, frames]`` to samples ``[1, 1, n]``."""
         return self.model.model.speech_tokenizer.model.decoder
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Nothing reaches the terminal, not from libraries beneath Python either: one of them lists a vocabulary."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        for number, _ in kept:
+            os.dup2(nowhere.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, copy in kept:
+                os.dup2(copy, number)
+                os.close(copy)
 
 
 def _then(function: Callable[..., Any], mark: Callable[[float], None]) -> Callable[..., Any]:

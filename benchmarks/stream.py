@@ -108,7 +108,7 @@ def listen(synthesizer: Synthesizer, seed: int, frames: int) -> Heard:
 
 def listen_together(synthesizer: Synthesizer, lanes: int, utterances: int, frames: int) -> list[Heard]:
     """``lanes`` listeners at a time until ``utterances`` have been heard, in the order of the requests."""
-    listen(synthesizer, seed=utterances, frames=frames)  # the warm-up
+    listen(synthesizer, seed=utterances, frames=min(frames, sum(RAMP)))  # the warm-up: every chunk size
     with ThreadPoolExecutor(lanes) as listeners:
         return list(listeners.map(lambda seed: listen(synthesizer, seed, frames), range(utterances)))
 
@@ -159,7 +159,7 @@ def measure(result: Report, synthesizer: Synthesizer, given: argparse.Namespace,
 def main(arguments: list[str] | None = None) -> None:
     options = parser(QUESTION)
     options.add_argument("--lanes", type=numbers, default=[1], help="listeners at a time, such as 1,4")
-    options.add_argument("--utterances", type=int, default=4, help="heard by each listener")
+    options.add_argument("--utterances", type=int, default=3, help="heard by each listener")
     options.add_argument("--frames", type=int, default=50, help="the longest that an utterance may be")
     given = options.parse_args(arguments)
     directory = checkpoint_directory(given)

@@ -33,7 +33,7 @@ def create_app(synthesizer: Synthesizer, settings: Settings, *, close_engine: bo
     limit, origins = settings.max_request_bytes, settings.allowed_origins
     app.add_middleware(Guard, key=settings.key, allowed_origins=origins, max_bytes=limit)
     errors.install(app)
-    app.include_router(health.router(synthesizer, settings))
+    app.include_router(health.router(synthesizer))
     app.include_router(openai_speech.router(synthesizer, settings))
     app.include_router(cartesia.router(synthesizer, settings))
     return app

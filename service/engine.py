@@ -41,6 +41,7 @@ def load(settings: Settings, *, progress: bool = False) -> Synthesizer:
         dtype=settings.dtype,
         lanes=settings.lanes,
         lead=settings.lead_seconds,
+        max_characters=settings.max_input_chars,
         offline=settings.offline,
         revision=settings.revision,
         progress=progress,

@@ -9,21 +9,19 @@ from starlette.responses import Response
 
 from backend import Synthesizer
 from service.errors import AsciiJSONResponse
-from service.openai_speech import model_id
-from service.settings import Settings
 
 
-def router(synthesizer: Synthesizer, settings: Settings) -> APIRouter:
+def router(synthesizer: Synthesizer) -> APIRouter:
     """Both routes; they need no key."""
     routes = APIRouter()
 
     @routes.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", **synthesizer.info(), "model": model_id(synthesizer, settings)}
+        return {"status": "ok", **synthesizer.info()}
 
     @routes.get("/ready")
     async def ready(request: Request) -> Response:
-        is_ready = bool(request.app.state.ready)
+        is_ready = bool(request.app.state.ready) and synthesizer.info()["running"]
         return AsciiJSONResponse({"ready": is_ready}, status_code=200 if is_ready else 503)
 
     return routes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -67,7 +66,7 @@ class SpeechBody(SpeechFields):
 def router(synthesizer: Synthesizer, settings: Settings) -> APIRouter:
     """The routes under `/v1`."""
     routes = APIRouter(prefix="/v1")
-    model = model_id(synthesizer, settings)
+    model = synthesizer.info()["model"]
 
     @routes.post("/audio/speech")
     async def speech(body: SpeechBody) -> Response:
@@ -92,12 +91,6 @@ def router(synthesizer: Synthesizer, settings: Settings) -> APIRouter:
         return {"voices": [{"id": name, "name": name} for name in synthesizer.voices]}
 
     return routes
-
-
-def model_id(synthesizer: Synthesizer, settings: Settings) -> str:
-    """The hub id, or the directory's name: where it lies is nobody's business."""
-    named = settings.model
-    return named if named and not Path(named).exists() else str(synthesizer.info()["model"])
 
 
 def own_voice(asked: str | None, voices: list[str]) -> str | None:

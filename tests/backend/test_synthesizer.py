@@ -194,6 +194,16 @@ def test_bad_live_text_is_refused_and_nothing_is_lost(synthesizer: Synthesizer) 
         synthesizer.open(request()).push_text("more")
 
 
+def test_live_text_has_the_length_limit_of_any_text(tiny) -> None:
+    with Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1, max_characters=10) as synthesizer:
+        live = synthesizer.open(request(None))
+        live.push_text("123456789 ")
+        with pytest.raises(RequestError, match="too long"):
+            live.push_text("x")
+        live.end_text()
+        assert list(live)
+
+
 # ends
 
 
@@ -442,4 +452,6 @@ def test_info_is_plain_and_says_that_the_voice_is_noise(synthesizer: Synthesizer
     assert info["voice_is_noise"] is True
     assert info["engine"] == "twin"
     assert info["lanes"] == 3
+    assert info["running"] is True
+    assert info["model"] == synthesizer.checkpoint.directory.name
     assert info["sample_rate"] == 24000

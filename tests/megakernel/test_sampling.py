@@ -249,12 +249,16 @@ def test_draws_follow_the_filtered_probabilities(params) -> None:
         codes = draws(logits, params, count // 5, seed=1000 + part)
         observed += torch.bincount(codes, minlength=vocab)
     dropped = expected == 0
-    assert observed[dropped].sum() == 0, f"drew {(observed * dropped).nonzero().flatten().tolist()}, which no filter kept"
+    assert observed[dropped].sum() == 0, (
+        f"drew {(observed * dropped).nonzero().flatten().tolist()}, which no filter kept"
+    )
     rare = (expected < 10) & ~dropped
     pooled_observed = torch.cat([observed[expected >= 10], observed[rare].sum()[None]])
     pooled_expected = torch.cat([expected[expected >= 10], expected[rare].sum()[None].clamp(min=1e-9)])
     statistic = ((pooled_observed - pooled_expected) ** 2 / pooled_expected).sum().item()
-    assert chi2.sf(statistic, len(pooled_expected) - 1) > 1e-3, f"chi-square {statistic} of {len(pooled_expected)} cells"
+    assert chi2.sf(statistic, len(pooled_expected) - 1) > 1e-3, (
+        f"chi-square {statistic} of {len(pooled_expected)} cells"
+    )
 
 
 def test_draws_of_neighbouring_frames_groups_and_seeds_are_independent() -> None:

@@ -59,7 +59,7 @@ class StandIn:
             raise RequestError(f"unknown voice {request.voice!r}; known: ada, bob", "voice")
         self.texts.append(HeardText())
         live: Any = self.texts[-1] if request.text is None else None
-        utterance = Utterance(request.seed or 0, TextFeed([], live), self._look)
+        utterance = Utterance(request.seed or 0, TextFeed([], live, room=4096), self._look)
         self.requests.append(request)
         self.leads.append(lead)
         self.utterances.append(utterance)
@@ -79,7 +79,13 @@ class StandIn:
         return self.opened.get(timeout=10)
 
     def info(self) -> dict[str, Any]:
-        return {"model": "stand-in", "kind": self.kind, "voice_is_noise": True, "voices": self.voices}
+        return {
+            "model": "stand-in",
+            "kind": self.kind,
+            "voice_is_noise": True,
+            "voices": self.voices,
+            "running": not self.closed,
+        }
 
     def close(self) -> None:
         self.closed = True

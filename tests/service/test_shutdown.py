@@ -48,6 +48,9 @@ def test_going_down_ends_everything(stand_in: StandIn):
 def test_ready_only_while_it_runs_and_a_given_engine_is_left_open(stand_in: StandIn):
     with serving(stand_in) as running:
         assert httpx.get(f"{running.url}/ready").status_code == 200
+        stand_in.closed = True
+        assert httpx.get(f"{running.url}/ready").json() == {"ready": False}
+        stand_in.closed = False
     app = running.config.app
     assert app.state.ready is False and not stand_in.closed  # type: ignore[union-attr]
 
