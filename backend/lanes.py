@@ -178,7 +178,7 @@ class Lanes:
         with self.lock:
             for job in self.waiting:
                 ids, closed = job.utterance.text_ids()
-                if closed or job.plan.prompt(ids, closed) is not None:
+                if job.plan.ready(ids, closed):
                     self.waiting.remove(job)
                     return job, ids, closed
         return None
@@ -187,7 +187,6 @@ class Lanes:
         plan = job.plan
         try:
             prompt = plan.prompt(ids, closed)
-            assert prompt is not None, "an utterance was admitted before its text sufficed"
             self.decoder.begin(index, plan.seed, plan.talker, plan.predictor, plan.penalty)
             self.decoder.prefill(index, self.embed(prompt, plan.x_vector))
             self.codec.reset(index)

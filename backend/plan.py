@@ -55,11 +55,13 @@ class Plan:
     penalty: float
     max_frames: int | None
 
-    def prompt(self, ids: list[int], closed: bool) -> Prompt | None:
-        """The prompt over the text known so far; None while it takes more text."""
+    def ready(self, ids: list[int], closed: bool) -> bool:
+        """Whether the text known so far suffices for the prompt, or will never be more."""
         needed = needed_text_ids(self.text_mode, self.reference)
-        if not ids or (not closed and (needed is None or len(ids) < needed)):
-            return None
+        return closed or (needed is not None and len(ids) >= needed)
+
+    def prompt(self, ids: list[int], closed: bool) -> Prompt:
+        """The prompt over the text known so far, which must be `ready` and not empty."""
         return build_prompt(
             self.config,
             role=self.role,

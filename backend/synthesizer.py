@@ -194,13 +194,9 @@ class Synthesizer:
         """
         plan = self.planner.plan(request)
         feed = self.planner.feed(request.text)
-        if feed.closed:
-            prompt = plan.prompt(feed.ids, closed=True)
-            if prompt is not None and len(prompt) >= self.decoder.state.positions:
-                raise RequestError(
-                    f"the text takes {len(prompt)} positions of {self.decoder.state.positions}: send it in parts",
-                    "text",
-                )
+        room = self.decoder.state.positions
+        if feed.closed and (taken := len(plan.prompt(feed.ids, closed=True))) >= room:
+            raise RequestError(f"the text takes {taken} positions of {room}: send it in parts", "text")
         utterance = Utterance(plan.seed, feed, self._wake)
         self._lanes.submit(Job(utterance, plan, self._lead_frames(self.lead if lead is _SAME else lead)))
         return utterance
