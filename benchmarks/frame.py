@@ -138,7 +138,7 @@ def add_codec(result: Report, synthesizer: Synthesizer, lanes: int, sizes: list[
     for size, seconds in time_codec(synthesizer, list(range(lanes)), sizes, repeats).items():
         ceiling = floors.codec(size, lanes).ceiling(result.machine)
         where = setting(synthesizer, lanes=lanes, frames=size) | {"dtype": "float32"}
-        result.add_many(f"codec, {size} frames", [s * MILLISECONDS for s in seconds], "ms", ceiling, **where)
+        result.add_many(f"codec, chunk of {size}", [s * MILLISECONDS for s in seconds], "ms", ceiling, **where)
 
 
 def measure(result: Report, synthesizer: Synthesizer, given: argparse.Namespace, codec: bool) -> None:

@@ -99,7 +99,7 @@ def test_frame(lines) -> None:
         frames = value(found, "frames a second", lanes=lanes)
         assert frames == pytest.approx(lanes * 1000 / whole)
         assert value(found, "codes a second", lanes=lanes) == pytest.approx(16 * frames)
-        assert value(found, "codec, 3 frames", lanes=lanes, frames=3) > 0
+        assert value(found, "codec, chunk of 3", lanes=lanes, frames=3) > 0
     assert find(found, "frame", lanes=2)["spread"]["count"] == 5
 
 
