@@ -42,7 +42,7 @@ format: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format .
 
 bench: $(VENV)/bench.stamp
-	for question in frame stream reference; do $(VENV)/bin/python -m benchmarks.$$question $(ARGS) || exit 1; done
+	for question in frame stream reference memory; do $(VENV)/bin/python -m benchmarks.$$question $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

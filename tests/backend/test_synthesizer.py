@@ -252,6 +252,17 @@ def test_leaving_a_stream_frees_its_lane_within_a_frame(tiny, way: str) -> None:
         assert len(list(synthesizer.stream(request()))) == 5  # the only lane is free again
 
 
+def test_cancelling_drops_what_was_not_taken(synthesizer: Synthesizer) -> None:
+    utterance, ended = synthesizer.open(request()), threading.Event()
+    utterance.add_listener(lambda: ended.set() if utterance.finish_reason else None)
+    assert ended.wait(30)
+    assert utterance.waiting_frames == 20
+    utterance.cancel()
+    assert utterance.poll() is None
+    assert utterance.finished
+    assert utterance.waiting_frames == 0
+
+
 def test_cancelling_in_the_queue(tiny) -> None:
     with Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1, lead=0.08) as synthesizer:
         first = synthesizer.open(request(sampling=Sampling(max_frames=2000, greedy=True)))
