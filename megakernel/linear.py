@@ -16,6 +16,8 @@ WEIGHT_FORMATS: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": 
 
 # Weights up to which four calls of a plain product cost no more than one of oneDNN's (measured: docs/notebook.md).
 SMALL = 1 << 18
+# Positions from which a bfloat16 matrix is worth widening (measured: docs/notebook.md).
+WIDENED_POSITIONS = 8
 
 
 class Linear(Protocol):
@@ -54,18 +56,24 @@ class LanewiseLinear:
 
     In bfloat16 on a CPU without bfloat16 instructions a second row costs as much as the first, and a
     small matrix costs less than the call that would take all lanes together: there nothing is lost by
-    taking the lanes one by one, and no lane can see another.
+    taking the lanes one by one, and no lane can see another. The many positions of a prompt are
+    multiplied in float32 there, which is faster although the matrix is widened first.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.dtype = weight.dtype
         self.weight = weight.t().contiguous()
         self.bias = bias
+        self.widens = weight.device.type == "cpu" and weight.dtype != torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        lanes = [lane @ self.weight for lane in x.unbind(0)]
+        widen = self.widens and x.shape[1] >= WIDENED_POSITIONS
+        lanes = [self._widened(lane) if widen else lane @ self.weight for lane in x.unbind(0)]
         y = lanes[0].unsqueeze(0) if len(lanes) == 1 else torch.stack(lanes)
         return y if self.bias is None else y + self.bias
+
+    def _widened(self, lane: Tensor) -> Tensor:
+        return (lane.float() @ self.weight.float()).to(self.dtype)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -52,7 +52,8 @@ class NaiveDecoder:
         codes, predicted = [code], []
         rows = [self.project(hidden), self.project(self.embed(0, code))]
         for group in range(1, self.spec.groups):
-            logits = self.weights[f"predictor.heads.{group - 1}"] @ self.stack("predictor", self.spec.predictor, rows)[-1]
+            last = self.stack("predictor", self.spec.predictor, rows)[-1]
+            logits = self.weights[f"predictor.heads.{group - 1}"] @ last
             predicted.append(logits)
             codes.append(int(logits.argmax() if chosen is None else chosen[group]))
             rows.append(self.project(self.embed(group, codes[-1])))

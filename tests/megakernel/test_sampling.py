@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 from torch import Tensor
@@ -141,7 +142,12 @@ grid = st.integers(-24, 24).map(lambda n: n / 8)
 anything = st.floats(-30, 30, width=32)
 logit_rows = st.one_of(st.lists(grid, min_size=2, max_size=40), st.lists(anything, min_size=2, max_size=40))
 top_ps = st.one_of(st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.999]), st.floats(0.01, 0.999))
-IDS = torch.zeros(1, 1, dtype=torch.int64)
+NO_CODES = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def apply(processor: Any, logits: Tensor, codes: Tensor = NO_CODES) -> Tensor:
+    """A logits processor of transformers, whose own types want particular tensors."""
+    return processor(codes, logits.clone())
 
 
 def assert_same_filter(mine: Tensor, theirs: Tensor) -> None:
@@ -155,17 +161,18 @@ def assert_same_filter(mine: Tensor, theirs: Tensor) -> None:
 def test_top_k_keeps_what_transformers_keeps(row, top_k) -> None:
     logits = torch.tensor([row])
     kept = min(top_k, len(row))
-    assert_same_filter(keep_top_k(logits, torch.tensor([[kept]]), kept), TopKLogitsWarper(top_k)(IDS, logits))
+    assert_same_filter(keep_top_k(logits, torch.tensor([[kept]]), kept), apply(TopKLogitsWarper(top_k), logits))
 
 
 @settings(max_examples=300, deadline=None)
+@example([0.0, 0.0, 0.0], 1 / 3)  # 1 - top_p is rounded once, from double precision
 @given(logit_rows, top_ps)
 def test_top_p_keeps_what_transformers_keeps(row, top_p) -> None:
     logits = torch.tensor([row])
     table = DrawTable(1, len(row), CPU)
     table.set(0, DrawParams(top_p=top_p))
     mine = keep_top_p(logits, table.take([0], torch.tensor([0])).top_p)
-    assert_same_filter(mine, TopPLogitsWarper(top_p)(IDS, logits))
+    assert_same_filter(mine, apply(TopPLogitsWarper(top_p), logits))
 
 
 def test_of_equal_logits_at_the_border_top_p_keeps_the_last_and_top_k_all() -> None:
@@ -184,7 +191,7 @@ def test_repetition_penalty_equals_that_of_transformers(row, history, penalty) -
     seen = torch.zeros(1, len(row), dtype=torch.bool)
     seen[0, codes[0]] = True
     mine = penalize(logits, seen, torch.tensor([[penalty]]))
-    assert torch.equal(mine, RepetitionPenaltyLogitsProcessor(penalty)(codes, logits.clone()))
+    assert torch.equal(mine, apply(RepetitionPenaltyLogitsProcessor(penalty), logits, codes))
 
 
 def take(params: list[DrawParams], vocab: int, lanes: list[int] | None = None) -> Draw:
@@ -201,18 +208,18 @@ def take(params: list[DrawParams], vocab: int, lanes: list[int] | None = None) -
 def test_all_filters_in_a_row_equal_those_of_transformers(row, temperature, top_k, top_p) -> None:
     logits = torch.tensor([row])
     mine = take([DrawParams(temperature, top_k, top_p)], len(row)).filter(logits)
-    theirs = TemperatureLogitsWarper(temperature)(IDS, logits)
+    theirs = apply(TemperatureLogitsWarper(temperature), logits)
     if top_k:
-        theirs = TopKLogitsWarper(top_k)(IDS, theirs)
+        theirs = apply(TopKLogitsWarper(top_k), theirs)
     if top_p < 1:
-        theirs = TopPLogitsWarper(top_p)(IDS, theirs)
+        theirs = apply(TopPLogitsWarper(top_p), theirs)
     assert_same_filter(mine, theirs)
 
 
 def test_suppressed_codes_stay_suppressed_and_something_is_always_kept() -> None:
     logits = torch.full((1, 8), float("-inf"))
     logits[0, 3] = -100.0
-    for params in (DrawParams(top_k=5, top_p=0.5), DrawParams(top_k=0), DrawParams(top_p=1e-6)):
+    for params in (DrawParams(top_k=5, top_p=0.5), DrawParams(top_k=0), DrawParams(top_p=1e-12)):
         draw = take([params], 8)
         assert draw.filter(logits).isfinite().nonzero().tolist() == [[0, 3]], params
         assert draw.sample(logits, torch.full((1, 8), 10.0)).tolist() == [3], params
