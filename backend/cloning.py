@@ -9,6 +9,8 @@ import importlib
 import importlib.machinery
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -69,26 +71,22 @@ class Cloner:
         models = importlib.import_module("qwen_tts.core.models.modeling_qwen3_tts")
         codec = importlib.import_module("qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2")
         self.mel_spectrogram = models.mel_spectrogram
-        self.speaker_encoder = _load(
-            models.Qwen3TTSSpeakerEncoder(_foreign_config(checkpoint, "speaker_encoder_config")),
-            checkpoint,
-            "speaker_encoder.",
-        )
-        self.codec_encoder = _load(
-            codec.Qwen3TTSTokenizerV2Encoder._from_config(_foreign_config(checkpoint, "encoder_config")),
-            checkpoint,
-            "codec_encoder.",
-        )
+        with _one_thread():
+            speaker = models.Qwen3TTSSpeakerEncoder(_foreign_config(checkpoint, "speaker_encoder_config"))
+            self.speaker_encoder = _load(speaker, checkpoint, "speaker_encoder.")
+            encoder = codec.Qwen3TTSTokenizerV2Encoder._from_config(_foreign_config(checkpoint, "encoder_config"))
+            self.codec_encoder = _load(encoder, checkpoint, "codec_encoder.")
 
     @torch.inference_mode()
     def clone(self, samples: np.ndarray, sample_rate: int, text: str | None) -> Voice:
+        """See `Synthesizer.clone`."""
         wave = self._wave(samples, sample_rate)
-        if text is None:
-            return Voice(self._x_vector(wave))
-        check_text(text, "text")
-        if not text.strip():
-            raise RequestError("the transcript is empty: leave it out to clone from the sound alone", "text")
-        return Voice(self._x_vector(wave), self._codes(wave), text)
+        if text is not None:
+            check_text(text, "text")
+            if not text.strip():
+                raise RequestError("the transcript is empty: leave it out to clone from the sound alone", "text")
+        with _one_thread():
+            return Voice(self._x_vector(wave), None if text is None else self._codes(wave), text)
 
     def _wave(self, samples: np.ndarray, sample_rate: int) -> np.ndarray:
         wave = np.asarray(samples, dtype=np.float32)
@@ -127,6 +125,17 @@ class Cloner:
         encoded = self.codec_encoder.encode(input_values=torch.from_numpy(wave)[None, None], return_dict=True)
         frames = -(-len(wave) // self.config.codec.samples_per_frame)
         return encoded.audio_codes[0, : self.config.spec.groups, :frames].T.contiguous().numpy()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on the calling thread alone: OpenMP threads of its own would slow the lanes' from then on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _load(module: Any, checkpoint: Checkpoint, prefix: str) -> Any:

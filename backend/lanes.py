@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ from backend.utterance import Chunk, FinishReason, Utterance
 from megakernel import CacheFullError, Decoder
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -93,6 +98,7 @@ class Lanes:
         self.config, self.decoder, self.codec, self.embed, self.ramp = config, decoder, codec, embed, ramp
         self.lanes: list[Lane | None] = [None] * decoder.state.lanes
         self.waiting: deque[Job] = deque()
+        self.calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.lock = threading.Lock()
         self.awake = threading.Event()
         self.closing = False
@@ -105,6 +111,16 @@ class Lanes:
                 raise EngineError("the synthesizer is closed")
             self.waiting.append(job)
         self.awake.set()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the engine's thread between two frames; returns, or raises, what it does."""
+        future: Future[T] = Future()
+        with self.lock:
+            if self.closing:
+                raise EngineError("the synthesizer is closed")
+            self.calls.append((function, future))
+        self.awake.set()
+        return future.result()
 
     def wake(self) -> None:
         self.awake.set()
@@ -125,9 +141,18 @@ class Lanes:
         with torch.inference_mode():
             while not self.closing:
                 self.awake.clear()
+                self._answer_calls()
                 if not self.tick():
                     self.awake.wait()
         self._fail_all(EngineError("the synthesizer was closed"))
+
+    def _answer_calls(self) -> None:
+        while self.calls:
+            function, future = self.calls.popleft()
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  it is raised where the caller waits
+                future.set_exception(error)
 
     def tick(self) -> bool:
         """One frame of every lane that can make one. Returns whether anything was done."""
@@ -284,5 +309,8 @@ class Lanes:
         self._fail_lanes(error)
         with self.lock:
             jobs, self.waiting = list(self.waiting), deque()
+            calls, self.calls = list(self.calls), deque()
         for job in jobs:
             job.utterance.fail(error)
+        for _, future in calls:
+            future.set_exception(error)

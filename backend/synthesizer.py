@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from backend import cloning
 from backend.checkpoint import Checkpoint
 from backend.codec import Codec
 from backend.embedding import PromptEmbedder, TextTable
-from backend.errors import RequestError
+from backend.errors import EngineError, RequestError
 from backend.lanes import Job, Lanes
 from backend.plan import Planner
 from backend.prompt import default_text_mode
@@ -36,6 +39,8 @@ RAMP = (1, 2, 4, 8)
 POSITIONS = 4096
 MAX_CHARACTERS = 4096
 _SAME: Any = object()
+
+T = TypeVar("T")
 
 
 class SpeechStream(Iterator[Chunk]):
@@ -88,14 +93,9 @@ class Synthesizer:
         self.planner = Planner(self.config, TextTokenizer(checkpoint.directory), max_characters)
         self.cloner: cloning.Cloner | None = None
         self._cloning = threading.Lock()
-        with _Reader(checkpoint, progress) as read:
-            weights = pack_decoder(read, self.config.spec, self.dtype, self.device)
-            self.decoder = Decoder(weights, lanes, positions)
-            table = TextTable(self.config, read, weights.dtype, self.device)
-            self.codec = Codec(self.config.codec, read, lanes, self.device)
-        self._lanes = Lanes(self.config, self.decoder, self.codec, PromptEmbedder(table, self.decoder), ramp)
-        self._thread = threading.Thread(target=self._lanes.run, name="qwen3-tts-lanes", daemon=True)
-        self._thread.start()
+        loading = _Loading(checkpoint, self.device, self.dtype, lanes, positions, ramp, progress)
+        self._lanes, self._thread = loading.start()
+        self.decoder, self.codec = self._lanes.decoder, self._lanes.codec
         # also when the interpreter ends or the synthesizer is let go of: a thread inside torch must not outlive either
         self._stop = weakref.finalize(self, _stop, self._lanes, self._thread)
 
@@ -216,6 +216,13 @@ class Synthesizer:
             self.cloner = self.cloner or cloning.Cloner(self.checkpoint)
             return self.cloner.clone(samples, sample_rate, text)
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the thread that computes, between two frames; for whoever measures or inspects.
+
+        Returns, or raises, what it does; `EngineError` if the synthesizer is closed.
+        """
+        return self._lanes.call(function)
+
     def close(self) -> None:
         """End every utterance and the thread. Calling it again does nothing."""
         self._stop()
@@ -242,22 +249,73 @@ def _stop(lanes: Lanes, thread: threading.Thread) -> None:
         thread.join()
 
 
+@dataclass
+class _Loading:
+    """Loads a checkpoint on the thread that will speak, and lets it speak.
+
+    The OpenMP threads behind torch belong to the thread that first asks for them. If two threads have asked,
+    there are more of them than cores, they stop spinning between operators, and a frame takes a fifth longer
+    (docs/notebook.md). So one thread does all the computing, from the first tensor on.
+    """
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: str
+    lanes: int
+    positions: int
+    ramp: tuple[int, ...]
+    progress: bool
+    abandoned: bool = False
+
+    def start(self) -> tuple[Lanes, threading.Thread]:
+        """The lanes, running, and their thread. Raises what loading raises."""
+        loaded: Future[Lanes] = Future()
+        thread = threading.Thread(target=self._run, args=(loaded,), name="qwen3-tts-lanes", daemon=True)
+        thread.start()
+        try:
+            return loaded.result(), thread
+        except BaseException:  # an interrupt, too, must not leave a thread inside torch
+            self.abandoned = True
+            thread.join()
+            raise
+
+    def _run(self, loaded: Future[Lanes]) -> None:
+        try:
+            lanes = self._load()
+        except BaseException as error:  # noqa: BLE001  it is raised where the caller waits
+            loaded.set_exception(error)
+            return
+        loaded.set_result(lanes)
+        lanes.run()
+
+    @torch.no_grad()
+    def _load(self) -> Lanes:
+        config = self.checkpoint.config
+        with _Reader(self) as read:
+            weights = pack_decoder(read, config.spec, self.dtype, self.device)
+            decoder = Decoder(weights, self.lanes, self.positions)
+            table = TextTable(config, read, weights.dtype, self.device)
+            codec = Codec(config.codec, read, self.lanes, self.device)
+        return Lanes(config, decoder, codec, PromptEmbedder(table, decoder), self.ramp)
+
+
 class _Reader:
     """Reads tensors from the checkpoint, showing how far it is if asked."""
 
-    def __init__(self, checkpoint: Checkpoint, progress: bool) -> None:
-        self.checkpoint, self.progress = checkpoint, progress
+    PREFIXES = ("talker.", "predictor.", "text.", "codec.")
+
+    def __init__(self, loading: _Loading) -> None:
+        self.loading, self.checkpoint = loading, loading.checkpoint
 
     def __enter__(self) -> _Reader:
-        from tqdm import tqdm
-
-        wanted = [
-            name for name in self.checkpoint.table if name.startswith(("talker.", "predictor.", "text.", "codec."))
-        ]
-        self.bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=not self.progress, leave=False)
+        wanted = sum(name.startswith(self.PREFIXES) for name in self.checkpoint.table)
+        hidden = not self.loading.progress
+        self.bar = tqdm(total=wanted, desc="loading", unit="tensor", disable=hidden, leave=False)
         return self
 
     def __call__(self, name: str) -> Tensor:
+        if self.loading.abandoned:
+            raise EngineError("loading was interrupted")
         self.bar.update()
         return self.checkpoint.read(name)
 

@@ -11,8 +11,10 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,14 @@ class Machine:
     peak: dict[str, float]
 
     @classmethod
-    def measure(cls) -> Machine:
-        return cls(read_bandwidth(BUFFER_BYTES), {name: matrix_peak(name) for name in ("float32", "bfloat16")})
+    def measure(cls, buffer_bytes: int) -> Machine:
+        return cls(read_bandwidth(buffer_bytes), {name: matrix_peak(name) for name in ("float32", "bfloat16")})
+
+    @classmethod
+    def measure_apart(cls) -> Machine:
+        """In a process of its own: a second set of OpenMP threads in this one would slow what is measured next."""
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+            return apart.submit(cls.measure, BUFFER_BYTES).result()
 
 
 def read_bandwidth(buffer_bytes: int, repeats: int = 6) -> float:
@@ -82,7 +90,7 @@ class Conditions:
     def __init__(self, warn: Callable[[str], None] = print) -> None:
         self.warn = warn
         self.before = self._watch()
-        self.machine = Machine.measure()
+        self.machine = Machine.measure_apart()
         self.during = Busy()
 
     def record(self) -> dict[str, Any]:

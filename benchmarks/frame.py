@@ -1,7 +1,7 @@
 """How long do one frame and one codec step take, part by part?
 
-The decoder and the codec of a `Synthesizer` are stepped directly, ``--lanes`` utterances at a time; the parts are
-timed inside whole frames, so that each meets the caches as the others leave them.
+The decoder and the codec of a `Synthesizer` are stepped directly, on its thread, ``--lanes`` utterances at a time; the
+parts are timed inside whole frames, so that each meets the caches as the others leave them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def add_frames(result: Report, synthesizer: Synthesizer, lanes: int, frames: int
     floors = Floors(synthesizer.checkpoint, synthesizer.dtype)
     where = setting(synthesizer, lanes=lanes)
     result.title(**where)
-    times = time_frames(synthesizer, list(range(lanes)), frames)
+    times = synthesizer.call(lambda: time_frames(synthesizer, list(range(lanes)), frames))
     work = floors.parts(lanes) | {"frame": floors.frame(lanes)}
     for part in ("talker", "predictor", "heads", "sampling", "rest", "frame"):
         ceiling = work[part].ceiling(result.machine) if part in work else None
@@ -135,7 +135,8 @@ def _add_rates(result: Report, seconds: list[float], floor: float, where: dict[s
 
 def add_codec(result: Report, synthesizer: Synthesizer, lanes: int, sizes: list[int], repeats: int) -> None:
     floors = Floors(synthesizer.checkpoint, synthesizer.dtype)
-    for size, seconds in time_codec(synthesizer, list(range(lanes)), sizes, repeats).items():
+    times = synthesizer.call(lambda: time_codec(synthesizer, list(range(lanes)), sizes, repeats))
+    for size, seconds in times.items():
         ceiling = floors.codec(size, lanes).ceiling(result.machine)
         where = setting(synthesizer, lanes=lanes, frames=size) | {"dtype": "float32"}
         result.add_many(f"codec, chunk of {size}", [s * MILLISECONDS for s in seconds], "ms", ceiling, **where)

@@ -160,13 +160,17 @@ def whole_run(speaker: Ours | Theirs, frames: int, seed: int) -> Run:
 
 
 def take_turns(ours: Ours, theirs: Theirs, frames: int, runs: int) -> tuple[list[Run], list[Run]]:
-    """Utterances of both, one after the other, after a short one each to warm up."""
+    """Utterances of both, one after the other, after a short one each to warm up.
+
+    Both compute on one thread: with two, each would have OpenMP threads of its own and be the slower for it.
+    """
     both: tuple[list[Run], list[Run]] = ([], [])
-    for speaker in (ours, theirs):
-        speaker.speak(0, 3)
+    on_thread = ours.synthesizer.call
+    ours.speak(0, 3)
+    on_thread(lambda: theirs.speak(0, 3))
     for turn in range(runs):
-        for speaker, done in zip((ours, theirs), both, strict=True):
-            done.append(whole_run(speaker, frames, turn * SEEDS))
+        both[0].append(whole_run(ours, frames, turn * SEEDS))
+        both[1].append(on_thread(lambda first=turn * SEEDS: whole_run(theirs, frames, first)))
     return both
 
 
@@ -237,14 +241,15 @@ def _seconds(work: Callable[[torch.Tensor], Any], value: torch.Tensor) -> float:
 def add_codec(result: Report, ours: Ours, theirs: Theirs, given: argparse.Namespace) -> None:
     """Milliseconds a frame of both: for each chunk size once the left context is full, and for a whole utterance."""
     where = setting(ours.synthesizer, lanes=1, left_context=LEFT_CONTEXT)
-    floors = Floors(ours.synthesizer.checkpoint, ours.synthesizer.dtype)
+    floors, on_thread = Floors(ours.synthesizer.checkpoint, ours.synthesizer.dtype), ours.synthesizer.call
     for size in SIZES:
-        sides = time_chunks(ours, theirs, [size] * (1 + given.chunks), before=LEFT_CONTEXT)
+        chunks = [size] * (1 + given.chunks)
+        sides = on_thread(lambda chunks=chunks: time_chunks(ours, theirs, chunks, before=LEFT_CONTEXT))
         values = [[s * MILLISECONDS / size for s in side[1:]] for side in sides]  # the first is the warm-up
         floor = _per_frame(floors.codec(size), size, result)
         add_pair(result, f"codec, chunks of {size}, a frame", values, floor, where | {"chunk_frames": size})
     sizes = ramp_sizes(RAMP, given.frames)
-    sides = [time_chunks(ours, theirs, sizes, before=0) for _ in range(1 + given.runs)][1:]
+    sides = [on_thread(lambda: time_chunks(ours, theirs, sizes, before=0)) for _ in range(1 + given.runs)][1:]
     values = [[sum(side[which]) * MILLISECONDS / sum(sizes) for side in sides] for which in (0, 1)]
     floor = _per_frame(sum((floors.codec(size) for size in sizes), Work()), sum(sizes), result)
     add_pair(result, "codec, an utterance, a frame", values, floor, where | {"chunk_frames": sizes})
@@ -267,7 +272,7 @@ def measure(
     result: Report, directory: Path, dtype: str, given: argparse.Namespace, codec: bool
 ) -> tuple[Figure, Figure]:
     ours = Ours(directory, dtype)
-    theirs = Theirs(directory, dtype, ours.voice)
+    theirs = ours.synthesizer.call(lambda: Theirs(directory, dtype, ours.voice))
     figures = add_runs(result, ours, theirs, given)
     if codec:
         add_codec(result, ours, theirs, given)

@@ -429,6 +429,53 @@ print(len(next(stream).samples))
     assert (done.returncode, done.stdout, done.stderr) == (0, "1920\n", "")
 
 
+def test_a_call_runs_on_the_thread_that_computes(synthesizer: Synthesizer) -> None:
+    assert synthesizer.call(threading.current_thread).name == "qwen3-tts-lanes"
+
+    def broken() -> None:
+        raise KeyError("what it raises")
+
+    with pytest.raises(KeyError, match="what it raises"):
+        synthesizer.call(broken)
+    assert len(list(synthesizer.stream(request()))) == 5
+
+
+def test_everything_is_computed_on_one_thread(tiny, monkeypatch) -> None:
+    """The OpenMP threads of a second one would slow every frame (docs/notebook.md)."""
+    from backend import synthesizer as module
+
+    seen: set[str] = set()
+
+    def watched(function):
+        def watch(*args, **kwargs):
+            seen.add(threading.current_thread().name)
+            return function(*args, **kwargs)
+
+        return watch
+
+    for name in ("pack_decoder", "Decoder", "TextTable", "Codec"):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    with Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1) as synthesizer:
+        for owner, name in ((synthesizer.decoder, "prefill"), (synthesizer.decoder, "step")):
+            monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+        monkeypatch.setattr(synthesizer.codec, "decode", watched(synthesizer.codec.decode))
+        list(synthesizer.stream(request()))
+    assert seen == {"qwen3-tts-lanes"}
+
+
+def test_loading_that_fails_raises_where_it_was_asked_for(tiny, monkeypatch) -> None:
+    from backend import synthesizer as module
+
+    def broken(*_args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(module, "pack_decoder", broken)
+    before = threading.active_count()
+    with pytest.raises(MemoryError, match="no room"):
+        Synthesizer.from_pretrained(tiny("custom_voice"))
+    assert threading.active_count() == before
+
+
 def test_polling_with_a_listener(synthesizer: Synthesizer) -> None:
     utterance = synthesizer.open(request())
     changed = threading.Event()
