@@ -68,16 +68,16 @@ class Decoder:
         cache = self.state.cache
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.k[layer, lane], cache.v[layer, lane]
+            keys, values = cache.lane[layer][lane]
             keys[:, past:end] = k[0].transpose(0, 1)
             values[:, past:end] = v[0].transpose(0, 1)
-            return twin.attend_causal(q, keys[None, :, :end], values[None, :, :end], past)
+            return twin.attend_causal(q, keys[None, :, :end], values[None, :, :end])
 
         cos, sin = self.cos[past:end, None], self.sin[past:end, None]
-        hidden = twin.run_stack(embeddings[None].float(), self.weights.talker, cos, sin, attend)[:, -1:]
+        hidden = twin.run_stack(embeddings[None].float(), self.weights.talker, cos, sin, attend)
         self.state.length[lane] = end
-        self.state.hidden[lane] = hidden[0, 0]
-        self.state.logits[lane] = self.score(hidden, self.weights.head)[0, 0]
+        self.state.hidden[lane] = hidden[0]
+        self.state.logits[lane] = self.score(hidden, self.weights.head)[0]
 
     @torch.inference_mode()
     def step(self, lanes: list[int], text: Tensor, forced: Tensor | None = None) -> Tensor:
@@ -94,7 +94,7 @@ class Decoder:
         codes = self.draw_frame(lanes, index, forced)
         hidden = self.talk(lanes, self.embed_frame(codes) + text.float())
         self.state.hidden[index] = hidden
-        self.state.logits[index] = self.score(hidden[:, None], self.weights.head)[:, 0]
+        self.state.logits[index] = self.score(hidden, self.weights.head)
         for lane in lanes:
             self.state.frame[lane] += 1
         return codes
@@ -111,7 +111,7 @@ class Decoder:
         scores = []
         for group in range(1, self.spec.groups):
             hidden = self.predict(x, start=0 if group == 1 else group)
-            logits = self.score(hidden[:, -1:], weights.predictor_heads[group - 1])[:, 0]
+            logits = self.score(hidden, weights.predictor_heads[group - 1])
             code = predictor.sample(logits, noise[group])
             codes.append(code if forced is None else forced[:, group])
             scores.append(logits)
@@ -136,7 +136,7 @@ class Decoder:
         return logits.masked_fill(mask, float("-inf"))
 
     def predict(self, x: Tensor, start: int) -> Tensor:
-        """Predictor positions from ``start``: ``x`` ``[rows, positions, talker.hidden]`` to its final norm.
+        """Predictor positions from ``start``: ``x`` ``[rows, positions, talker.hidden]`` to the last one's final norm.
 
         The cache lives for one frame, so it is kept by row of the batch and not by lane.
         """
@@ -150,7 +150,7 @@ class Decoder:
             keys[:, :, start:] = k.transpose(1, 2)
             values[:, :, start:] = v.transpose(1, 2)
             if start == 0:
-                return twin.attend_causal(q, keys, values, 0)
+                return twin.attend_causal(q, keys, values)
             return twin.attend_cache(q[:, 0], keys, values)[:, None]
 
         cos, sin = self.predictor_cos[start:end, None], self.predictor_sin[start:end, None]
@@ -168,7 +168,7 @@ class Decoder:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = []
             for row, lane in enumerate(lanes):
-                keys, values, position = cache.k[layer, lane], cache.v[layer, lane], length[lane]
+                (keys, values), position = cache.lane[layer][lane], length[lane]
                 keys[:, position] = k[row, 0]
                 values[:, position] = v[row, 0]
                 out.append(twin.attend_cache(q[row], keys[None, :, : position + 1], values[None, :, : position + 1]))
@@ -176,14 +176,14 @@ class Decoder:
 
         index = torch.tensor([length[lane] for lane in lanes], device=x.device)
         cos, sin = self.cos[index, None, None], self.sin[index, None, None]
-        hidden = twin.run_stack(x[:, None], self.weights.talker, cos, sin, attend)[:, 0]
+        hidden = twin.run_stack(x[:, None], self.weights.talker, cos, sin, attend)
         for lane in lanes:
             length[lane] += 1
         return hidden
 
     def score(self, hidden: Tensor, head: Linear) -> Tensor:
-        """Logits, float32, of final-norm ``hidden`` ``[lanes, positions, width]``."""
-        return head(hidden.to(head.dtype)).float()
+        """Logits ``[lanes, vocab]`` float32 of final-norm ``hidden`` ``[lanes, width]``."""
+        return head(hidden[:, None].to(head.dtype))[:, 0].float()
 
     def _noise_layout(self, device: torch.device) -> tuple[list[int], tuple[Tensor, Tensor]]:
         """How many codes of noise a frame takes for each group, in blocks of four; each block's group and number."""

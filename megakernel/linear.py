@@ -52,28 +52,35 @@ class PackedLinear:
 
 
 class LanewiseLinear:
-    """A plain ``[in, out]`` matrix applied to one lane at a time.
+    """A plain matrix applied to one lane at a time.
 
     In bfloat16 on a CPU without bfloat16 instructions a second row costs as much as the first, and a
     small matrix costs less than the call that would take all lanes together: there nothing is lost by
-    taking the lanes one by one, and no lane can see another. The many positions of a prompt are
-    multiplied in float32 there, which is faster although the matrix is widened first.
+    taking the lanes one by one, and no lane can see another. In bfloat16 a matrix with fewer outputs than
+    inputs is faster stored ``[out, in]``, any other stored ``[in, out]``; and the many positions of a prompt
+    are multiplied in float32, which is faster although the matrix is widened first.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.dtype = weight.dtype
-        self.weight = weight.t().contiguous()
-        self.bias = bias
-        self.widens = weight.device.type == "cpu" and weight.dtype != torch.float32
+        self.dtype, self.bias = weight.dtype, bias
+        self.narrow = weight.device.type == "cpu" and weight.dtype != torch.float32
+        self.by_output = self.narrow and weight.shape[0] < weight.shape[1]
+        self.weight = weight.contiguous() if self.by_output else weight.t().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        widen = self.widens and x.shape[1] >= WIDENED_POSITIONS
-        lanes = [self._widened(lane) if widen else lane @ self.weight for lane in x.unbind(0)]
+        lanes = [self._lane(lane) for lane in x.unbind(0)]
         y = lanes[0].unsqueeze(0) if len(lanes) == 1 else torch.stack(lanes)
         return y if self.bias is None else y + self.bias
 
-    def _widened(self, lane: Tensor) -> Tensor:
-        return (lane.float() @ self.weight.float()).to(self.dtype)
+    def _lane(self, lane: Tensor) -> Tensor:
+        positions = lane.shape[0]
+        if self.narrow and positions >= WIDENED_POSITIONS:
+            weight = self.weight.float()
+            return (lane.float() @ (weight.t() if self.by_output else weight)).to(self.dtype)
+        if not self.by_output:
+            return lane @ self.weight
+        rows = [torch.mv(self.weight, row) for row in lane.unbind(0)]
+        return rows[0].unsqueeze(0) if positions == 1 else torch.stack(rows)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -63,17 +63,20 @@ def feed_forward(x: Tensor, layer: LayerWeights, spec: StackSpec) -> Tensor:
 
 
 def run_stack(x: Tensor, stack: StackWeights, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """All layers and the final norm, ``[lanes, positions, hidden]`` float32 to the same.
+    """All layers and the final norm of the last position, ``[lanes, positions, hidden]`` float32 to ``[lanes, hidden]``.
 
     ``attend(layer, q, k, v)`` stores k and v where the caller keeps them and returns the attention's
-    output ``[lanes, positions, heads * head_dim]``.
+    output for the positions of q, ``[lanes, positions, heads * head_dim]``. Of all but the last position the
+    last layer needs k and v only.
     """
     spec = stack.spec
     for index, layer in enumerate(stack.layers):
         q, k, v = project_qkv(x, layer, spec, cos, sin)
+        if index == spec.layers - 1:
+            x, q = x[:, -1:], q[:, -1:]
         x = x + layer.o(attend(index, q, k, v))
         x = x + feed_forward(x, layer, spec)
-    return rms_norm(x, stack.norm, spec.norm_eps)
+    return rms_norm(x[:, 0], stack.norm, spec.norm_eps)
 
 
 def attend_cache(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,13 +89,13 @@ def attend_cache(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.reshape(lanes, kv_heads, -1, q.shape[-1]), k, v).flatten(1)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
-    """Many positions a lane, each seeing the ``past`` and itself and what is before it.
+def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last positions of a lane, each seeing itself and all before it.
 
-    ``q`` ``[lanes, positions, heads, head_dim]``, ``k`` and ``v`` ``[lanes, kv_heads, past + positions,
-    head_dim]``. Returns ``[lanes, positions, heads * head_dim]``.
+    ``q`` ``[lanes, positions, heads, head_dim]``, ``k`` and ``v`` ``[lanes, kv_heads, length, head_dim]``.
+    Returns ``[lanes, positions, heads * head_dim]``.
     """
-    positions, total = q.shape[1], k.shape[2]
-    mask = torch.ones(positions, total, dtype=torch.bool, device=q.device).tril(past)
+    positions, length = q.shape[1], k.shape[2]
+    mask = torch.ones(positions, length, dtype=torch.bool, device=q.device).tril(length - positions)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2).flatten(2)

@@ -13,12 +13,16 @@ from megakernel.spec import DecoderSpec, StackSpec
 
 
 class Cache:
-    """Keys and values of one stack, ``[layers, lanes, kv_heads, positions, head_dim]`` each."""
+    """Keys and values of one stack, ``[layers, lanes, kv_heads, positions, head_dim]`` each.
+
+    ``lane[layer][lane]`` are the same as views, ``[kv_heads, positions, head_dim]``.
+    """
 
     def __init__(self, spec: StackSpec, lanes: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.layers, lanes, spec.kv_heads, positions, spec.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.lane = [list(zip(k.unbind(0), v.unbind(0), strict=True)) for k, v in zip(self.k, self.v, strict=True)]
 
 
 class LaneState:
