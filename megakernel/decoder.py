@@ -65,13 +65,10 @@ class Decoder:
         past, positions = self.state.length[lane], len(embeddings)
         self._require_room(lane, positions)
         end = past + positions
-        cache = self.state.cache
+        window = self.state.cache.window(slice(lane, lane + 1), past, end)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.lane[layer][lane]
-            keys[:, past:end] = k[0].transpose(0, 1)
-            values[:, past:end] = v[0].transpose(0, 1)
-            return twin.attend_causal(q, keys[None, :, :end], values[None, :, :end])
+            return twin.attend_causal(q, *window.store(layer, k, v))
 
         cos, sin = self.cos[past:end, None], self.sin[past:end, None]
         hidden = twin.run_stack(embeddings[None].float(), self.weights.talker, cos, sin, attend)
@@ -140,21 +137,19 @@ class Decoder:
 
         The cache lives for one frame, so it is kept by row of the batch and not by lane.
         """
-        cache, stack = self.state.predictor_cache, self.weights.predictor
-        rows, end = x.shape[0], start + x.shape[1]
+        end = start + x.shape[1]
+        window = self.state.predictor_cache.window(slice(0, x.shape[0]), start, end)
         if self.weights.projection is not None:
             x = self.weights.projection(x.to(self.weights.dtype)).float()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.k[layer, :rows, :, :end], cache.v[layer, :rows, :, :end]
-            keys[:, :, start:] = k.transpose(1, 2)
-            values[:, :, start:] = v.transpose(1, 2)
+            keys, values = window.store(layer, k, v)
             if start == 0:
                 return twin.attend_causal(q, keys, values)
             return twin.attend_cache(q[:, 0], keys, values)[:, None]
 
         cos, sin = self.predictor_cos[start:end, None], self.predictor_sin[start:end, None]
-        return twin.run_stack(x, stack, cos, sin, attend)
+        return twin.run_stack(x, self.weights.predictor, cos, sin, attend)
 
     def embed_frame(self, codes: Tensor) -> Tensor:
         """The sum of the embeddings of frames ``[..., groups]``, ``[..., talker.hidden]`` float32."""
@@ -164,15 +159,11 @@ class Decoder:
     def talk(self, lanes: list[int], x: Tensor) -> Tensor:
         """One talker position a lane: ``x`` ``[len(lanes), hidden]`` to the final norm, the caches grow by one."""
         cache, length = self.state.cache, self.state.length
+        windows = [cache.window(slice(lane, lane + 1), length[lane], length[lane] + 1) for lane in lanes]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = []
-            for row, lane in enumerate(lanes):
-                (keys, values), position = cache.lane[layer][lane], length[lane]
-                keys[:, position] = k[row, 0]
-                values[:, position] = v[row, 0]
-                out.append(twin.attend_cache(q[row], keys[None, :, : position + 1], values[None, :, : position + 1]))
-            return torch.stack(out)
+            rows = zip(windows, q.unbind(1)[0].chunk(len(lanes)), k.chunk(len(lanes)), v.chunk(len(lanes)), strict=True)
+            return torch.stack([twin.attend_cache(q, *window.store(layer, k, v)) for window, q, k, v in rows])
 
         index = torch.tensor([length[lane] for lane in lanes], device=x.device)
         cos, sin = self.cos[index, None, None], self.sin[index, None, None]

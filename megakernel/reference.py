@@ -63,7 +63,7 @@ def feed_forward(x: Tensor, layer: LayerWeights, spec: StackSpec) -> Tensor:
 
 
 def run_stack(x: Tensor, stack: StackWeights, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """All layers and the final norm of the last position, ``[lanes, positions, hidden]`` float32 to ``[lanes, hidden]``.
+    """All layers and the final norm of the last position: ``[lanes, positions, hidden]`` to ``[lanes, hidden]``.
 
     ``attend(layer, q, k, v)`` stores k and v where the caller keeps them and returns the attention's
     output for the positions of q, ``[lanes, positions, heads * head_dim]``. Of all but the last position the

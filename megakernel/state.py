@@ -7,22 +7,40 @@ NaN to prove it.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megakernel.sampling import DrawParams, DrawTable
 from megakernel.spec import DecoderSpec, StackSpec
 
 
 class Cache:
-    """Keys and values of one stack, ``[layers, lanes, kv_heads, positions, head_dim]`` each.
-
-    ``lane[layer][lane]`` are the same as views, ``[kv_heads, positions, head_dim]``.
-    """
+    """Keys and values of one stack, ``[layers, lanes, kv_heads, positions, head_dim]`` each."""
 
     def __init__(self, spec: StackSpec, lanes: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.layers, lanes, spec.kv_heads, positions, spec.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.lane = [list(zip(k.unbind(0), v.unbind(0), strict=True)) for k, v in zip(self.k, self.v, strict=True)]
+
+    def window(self, lanes: slice, start: int, end: int) -> CacheWindow:
+        return CacheWindow(self, lanes, start, end)
+
+
+class CacheWindow:
+    """Positions ``start`` to ``end`` of some lanes of a cache, to be written; and all before ``end``, to be read.
+
+    The views of all layers are made at once: made layer by layer they cost as much as the arithmetic.
+    """
+
+    def __init__(self, cache: Cache, lanes: slice, start: int, end: int) -> None:
+        k, v = cache.k[:, lanes, :, :end], cache.v[:, lanes, :, :end]
+        self.k, self.v = k.unbind(0), v.unbind(0)
+        self.new_k, self.new_v = k[:, :, :, start:].unbind(0), v[:, :, :, start:].unbind(0)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ``[lanes, positions, kv_heads, head_dim]``; returns all of the layer, ``[lanes, kv_heads, end, head_dim]``."""
+        self.new_k[layer].copy_(k.transpose(1, 2))
+        self.new_v[layer].copy_(v.transpose(1, 2))
+        return self.k[layer], self.v[layer]
 
 
 class LaneState:
