@@ -37,7 +37,7 @@ class CacheWindow:
         self.new_k, self.new_v = k[:, :, :, start:].unbind(0), v[:, :, :, start:].unbind(0)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``[lanes, positions, kv_heads, head_dim]``; returns all to read, ``[lanes, kv_heads, end, head_dim]``."""
+        """Write ``[lanes, positions, kv_heads, head_dim]``; all up to ``end``, ``[lanes, kv_heads, end, head_dim]``."""
         self.new_k[layer].copy_(k.transpose(1, 2))
         self.new_v[layer].copy_(v.transpose(1, 2))
         return self.k[layer], self.v[layer]
