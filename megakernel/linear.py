@@ -68,17 +68,20 @@ class LanewiseLinear:
         self.weight = weight.contiguous() if self.by_output else weight.t().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        lanes = [self._lane(lane) for lane in x.unbind(0)]
-        y = lanes[0].unsqueeze(0) if len(lanes) == 1 else torch.stack(lanes)
+        multiply = self._narrow_lane if self.narrow else self._lane
+        y = torch.stack([multiply(lane) for lane in x.unbind(0)]) if x.shape[0] > 1 else multiply(x[0]).unsqueeze(0)
         return y if self.bias is None else y + self.bias
 
     def _lane(self, lane: Tensor) -> Tensor:
+        return torch.mm(lane, self.weight)
+
+    def _narrow_lane(self, lane: Tensor) -> Tensor:
         positions = lane.shape[0]
-        if self.narrow and positions >= WIDENED_POSITIONS:
+        if positions >= WIDENED_POSITIONS:
             weight = self.weight.float()
             return (lane.float() @ (weight.t() if self.by_output else weight)).to(self.dtype)
         if not self.by_output:
-            return lane @ self.weight
+            return torch.mm(lane, self.weight)
         rows = [torch.mv(self.weight, row) for row in lane.unbind(0)]
         return rows[0].unsqueeze(0) if positions == 1 else torch.stack(rows)
 
