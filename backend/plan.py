@@ -32,7 +32,8 @@ from backend.utterance import TextFeed
 from backend.voice import Voice
 from megakernel import DrawParams
 
-# A bound for speech without an end of its own: slow speech takes about four frames a text id.
+# A bound for speech without an end of its own. At two words a second and 1.3 ids a word, slow speech takes five
+# frames a text id; three times that cuts nobody off.
 _FRAMES_PER_TEXT_ID = 16
 _FRAMES_AT_LEAST = 64
 
