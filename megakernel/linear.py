@@ -10,14 +10,29 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-WEIGHT_FORMATS: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from megakernel.q8 import BLOCK, BLOCK_BYTES, dequantize, quantize
+
+# What enters and leaves a matrix of each format; so the dtype of embeddings and caches too.
+WEIGHT_FORMATS: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "q8_0": torch.bfloat16,
+}
 
 # Weights up to which four calls of a plain product cost no more than one of oneDNN's (measured: docs/notebook.md).
 SMALL = 1 << 18
 # Positions from which a bfloat16 matrix is worth widening (measured: docs/notebook.md).
 WIDENED_POSITIONS = 8
+
+
+def matrix_bytes(weights: int, weight_format: str) -> int:
+    """The bytes of a matrix of so many ``weights``."""
+    if weight_format == "q8_0":
+        return weights // BLOCK * BLOCK_BYTES
+    return weights * WEIGHT_FORMATS[weight_format].itemsize
 
 
 class Linear(Protocol):
@@ -84,6 +99,40 @@ class LanewiseLinear:
             return torch.mm(lane, self.weight)
         rows = [torch.mv(self.weight, row) for row in lane.unbind(0)]
         return rows[0].unsqueeze(0) if positions == 1 else torch.stack(rows)
+
+
+class WidenedLinear:
+    """A Q8_0 matrix on a CPU as the float32 matrix of its values; bfloat16 goes in and comes out.
+
+    Kept in 8 bits it would have to be widened at every call, which reads and writes more memory than the product.
+    float32 holds its values exactly, and the lanes keep apart as that float32 matrix keeps them.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.dtype = WEIGHT_FORMATS["q8_0"]
+        values = dequantize(*quantize(weight))
+        self.values = make_linear(values, None if bias is None else bias.float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.values(x.float()).to(self.dtype)
+
+
+class RowsLinear:
+    """A matrix that stays as it is stored, ``rows`` ``[out, in]``, applied to one lane at a time.
+
+    With ``scales`` ``[out, in // 32]`` the rows are Q8_0 numbers, widened to float32 at every call: that suits a
+    prompt, whose many positions share it, and what is checked, not speed.
+    """
+
+    def __init__(self, rows: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> None:
+        self.rows, self.scales = rows, scales
+        self.dtype = rows.dtype if scales is None else WEIGHT_FORMATS["q8_0"]
+        self.bias = None if bias is None else bias.to(rows.dtype if scales is None else torch.float32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.rows if self.scales is None else dequantize(self.rows, self.scales)
+        lanes = [F.linear(lane, weight, self.bias) for lane in x.to(weight.dtype).unbind(0)]
+        return torch.stack(lanes).to(self.dtype)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

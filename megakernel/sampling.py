@@ -99,14 +99,16 @@ def keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The least likely codes whose probabilities sum to at most ``1 - top_p`` to -inf.
+    """The least likely codes whose probabilities sum to at most ``1 - top_p`` to -inf; ties with the last one stay.
 
-    ``top_p`` ``[lanes, 1]`` float64; the most likely code always stays.
+    So a code stays if all codes at most as likely sum to more. ``top_p`` ``[lanes, 1]`` float64; the most likely
+    code always stays.
     """
-    ordered, order = logits.sort(dim=-1, stable=True)
+    ordered = logits.sort(dim=-1).values
     dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p).to(logits.dtype)
     dropped[..., -1] = False
-    return logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
+    threshold = ordered.masked_fill(dropped, float("inf")).amin(dim=-1, keepdim=True)
+    return logits.masked_fill(logits < threshold, float("-inf"))
 
 
 class DrawTable:
@@ -121,7 +123,7 @@ class DrawTable:
         self.stochastic = torch.zeros(lanes, 1, device=device)
 
     def set(self, lane: int, params: DrawParams) -> None:
-        if params.greedy:  # a filter could round two logits to one or cut off a tie, and only beside lanes that draw
+        if params.greedy:  # temperature could round two logits to one, and only beside lanes that draw
             params = replace(params, temperature=1.0, top_p=1.0)
         self.params[lane] = params
         self.temperature[lane] = params.temperature

@@ -30,6 +30,30 @@ SPECS = {
     # gate and up, their way back and the heads are large enough for packed weights
     "wide": decoder_spec(stack_spec(264, 1030, 1033, head_dim=20), stack_spec(264, 1030, 1001, heads=4, layers=1)),
 }
+# whose rows are whole blocks of 32, so that they can be quantised
+BLOCK_SPECS = {
+    "one width of blocks": decoder_spec(
+        stack_spec(64, 96, 43, head_dim=12), stack_spec(64, 32, 29, heads=4, head_dim=8)
+    ),
+    "projected blocks": decoder_spec(stack_spec(96, 160, 43, head_dim=4), stack_spec(32, 96, 29, heads=4, head_dim=24)),
+}
+ALL_SPECS = SPECS | BLOCK_SPECS
+
+
+def paired_stack(hidden: int, ffn: int, vocab: int, kv_heads: int, head_dim: int, layers: int = 2) -> StackSpec:
+    """Two query heads to a key/value head."""
+    return StackSpec(layers, hidden, ffn, 2 * kv_heads, kv_heads, head_dim, vocab, norm_eps=1e-6, rope_base=1e4)
+
+
+# what the frame kernel takes: heads of a power of two; in whole blocks, and short, for it is interpreted
+KERNEL_SPECS = {
+    "one width": DecoderSpec(paired_stack(96, 64, 43, 2, 8), paired_stack(96, 32, 29, 1, 16, 1), 3, EOS, SUPPRESS_FROM),
+    "projected": DecoderSpec(paired_stack(64, 96, 43, 2, 8), paired_stack(32, 64, 29, 2, 8), 3, EOS, SUPPRESS_FROM),
+}
+# Of a decoder its name in `ALL_SPECS`, the format of its weights and their layout.
+KINDS = [(name, weight_format, "twin") for name in SPECS for weight_format in ("float32", "bfloat16")]
+KINDS += [(name, weight_format, "kernel") for name in SPECS for weight_format in ("float32", "bfloat16")]
+KINDS += [(name, "q8_0", layout) for name in BLOCK_SPECS for layout in ("twin", "kernel")]
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -82,8 +106,8 @@ def random_tensors(spec: DecoderSpec) -> dict[str, Tensor]:
     return {name: random_tensor(name, shape) for name, shape in tensor_shapes(spec).items()}
 
 
-def random_weights(spec: DecoderSpec, weight_format: str = "float32") -> DecoderWeights:
-    return pack_decoder(random_tensors(spec).__getitem__, spec, weight_format)
+def random_weights(spec: DecoderSpec, weight_format: str = "float32", layout: str = "twin") -> DecoderWeights:
+    return pack_decoder(random_tensors(spec).__getitem__, spec, weight_format, layout=layout)
 
 
 DRAWS = [

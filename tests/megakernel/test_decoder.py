@@ -15,7 +15,9 @@ from megakernel.linear import PackedLinear
 from megakernel.sampling import gumbel_noise
 from tests.megakernel.naive_decoder import NaiveDecoder
 from tests.megakernel.random_decoder import (
+    ALL_SPECS,
     EOS,
+    KINDS,
     SPECS,
     SUPPRESS_FROM,
     Script,
@@ -32,13 +34,14 @@ FORMATS = ["float32", "bfloat16"]
 
 @pytest.fixture(scope="module")
 def weights():
-    """`weights(name, weight_format)`: packed random weights, made once."""
-    made: dict[tuple[str, str], DecoderWeights] = {}
+    """`weights(name, weight_format, layout)`: packed random weights, made once."""
+    made: dict[tuple[str, str, str], DecoderWeights] = {}
 
-    def make(name: str = "projected", weight_format: str = "float32") -> DecoderWeights:
-        if (name, weight_format) not in made:
-            made[name, weight_format] = random_weights(SPECS[name], weight_format)
-        return made[name, weight_format]
+    def make(name: str = "projected", weight_format: str = "float32", layout: str = "twin") -> DecoderWeights:
+        kind = name, weight_format, layout
+        if kind not in made:
+            made[kind] = random_weights(ALL_SPECS[name], weight_format, layout)
+        return made[kind]
 
     return make
 
@@ -241,12 +244,11 @@ def test_a_frame_is_embedded_as_the_sum_of_its_codes(weights) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("name", SPECS)
-def test_an_utterance_is_the_same_bits_in_any_lane_and_company(weights, name, weight_format, seed) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=", ".join)
+def test_an_utterance_is_the_same_bits_in_any_lane_and_company(weights, kind, seed) -> None:
     """Utterances join free lanes at any frame, step in any order, wait and leave; memory starts as NaN."""
-    packed, chance, lanes = weights(name, weight_format), random.Random(seed), 3
-    waiting = [(script, perform(poisoned(packed), script)) for script in scripts(SPECS[name], 8)]
+    packed, chance, lanes = weights(*kind), random.Random(seed), 3
+    waiting = [(script, perform(poisoned(packed), script)) for script in scripts(packed.spec, 8)]
     chance.shuffle(waiting)
     decoder = poisoned(packed, lanes)
     active: list[tuple[Performance, list[Take]]] = []
@@ -499,34 +501,58 @@ def test_a_prompt_that_does_not_fit_changes_nothing(weights, filled) -> None:
 # Weights and specs.
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("name", ["one width", "projected"])
-def test_every_tensor_is_read_once_and_let_go(name, weight_format) -> None:
-    """A stage stacks at most three tensors; no more of the originals live at a time."""
+@pytest.mark.parametrize(
+    ("name", "weight_format", "layout"), [kind for kind in KINDS if "wide" not in kind[0]], ids=str
+)
+def test_every_tensor_is_read_once_and_let_go(name, weight_format, layout) -> None:
+    """For the twin a stage stacks at most three tensors, and no more of the originals live at a time."""
     import weakref
 
-    spec = SPECS[name]
+    spec, most = ALL_SPECS[name], {"twin": 3, "kernel": 0}[layout]
     tensors = {n: t.half() for n, t in random_tensors(spec).items()}
     read: list[str] = []
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
     def reader(tensor_name: str) -> Tensor:
-        assert len(alive) <= 3, f"before {tensor_name}: {len(alive)} tensors are kept"
+        assert len(alive) <= most, f"before {tensor_name}: {len(alive)} tensors are kept"
         tensor = tensors[tensor_name].clone()
         read.append(tensor_name)
         alive.add(tensor)
         return tensor
 
-    packed = pack_decoder(reader, spec, weight_format)
+    packed = pack_decoder(reader, spec, weight_format, layout=layout)
     assert sorted(read) == sorted(tensor_shapes(spec))
     assert packed.dtype == packed.embedding.dtype == packed.predictor_embedding.dtype == packed.head.dtype
     assert packed.talker.norm.dtype == packed.talker.layers[0].qk_norm.dtype == torch.float32
-    assert (packed.projection is None) == (name == "one width")
+    assert packed.format == weight_format and (packed.packed is None) == (layout == "twin")
+    assert (packed.projection is None) == (name in ("one width", "one width of blocks"))
 
 
-def test_an_unknown_weight_format_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'int3' is not one of float32, bfloat16"):
+def test_an_unknown_weight_format_or_layout_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'int3' is not one of float32, bfloat16, q8_0"):
         random_weights(SPECS["projected"], "int3")
+    with pytest.raises(ValueError, match="'column' is not one of twin, kernel"):
+        random_weights(SPECS["projected"], layout="column")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 72}, "hidden is 72"),
+        ({"ffn": 40}, "ffn is 40"),
+        ({"head_dim": 6}, "q_width is (24|48)"),
+    ],
+)
+@pytest.mark.parametrize("stack", ["talker", "predictor"])
+def test_widths_that_are_not_whole_blocks_are_refused_before_anything_is_read(stack, change, message) -> None:
+    def read(name: str) -> Tensor:
+        raise AssertionError(f"{name} was read")
+
+    spec = ALL_SPECS["projected blocks"]
+    wrong = replace(spec, **{stack: replace(getattr(spec, stack), **change)})
+    for layout in ("twin", "kernel"):
+        with pytest.raises(ValueError, match=rf"^{stack}\.{message}: q8_0 needs a multiple of 32"):
+            pack_decoder(read, wrong, "q8_0", layout=layout)
 
 
 @pytest.mark.parametrize(("lanes", "positions"), [(0, 8), (-1, 8), (1, 1)])

@@ -6,13 +6,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.linear import SMALL, WEIGHT_FORMATS, LanewiseLinear, Linear, PackedLinear, make_linear
+from megakernel.linear import (
+    SMALL,
+    LanewiseLinear,
+    Linear,
+    PackedLinear,
+    RowsLinear,
+    WidenedLinear,
+    make_linear,
+    matrix_bytes,
+)
+from megakernel.q8 import dequantize, quantize
 
 LANES = 16
 COMPANIES = (2, 3, 4, 5, 8, 16)
 RELEASED = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3072, 1024), (2048, 1024)]
 ODD = [(37, 53), (515, 777), (1001, 300), (1, 7)]
-MATRICES = [(PackedLinear, torch.float32), (LanewiseLinear, torch.float32), (LanewiseLinear, torch.bfloat16)]
+BLOCKS = [(6144, 1024), (37, 32), (515, 768), (1, 64)]
+MATRICES = [
+    (PackedLinear, torch.float32),
+    (LanewiseLinear, torch.float32),
+    (LanewiseLinear, torch.bfloat16),
+    (RowsLinear, torch.float32),
+    (RowsLinear, torch.bfloat16),
+]
 LARGEST = [(12288, 2048)]  # gate and up of the 1.7B talker
 
 
@@ -52,11 +69,62 @@ def test_packed_rows_are_the_same_in_any_company(shape, threads) -> None:
     assert_company_changes_nothing(PackedLinear(weight, bias), random_rows(LANES, shape[1], torch.float32))
 
 
+@pytest.mark.parametrize("implementation", [LanewiseLinear, RowsLinear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [*RELEASED[:2], *ODD], ids=str)
-def test_lanewise_rows_are_the_same_in_any_company(shape: tuple[int, int], dtype, threads) -> None:
+def test_lanewise_rows_are_the_same_in_any_company(shape: tuple[int, int], dtype, implementation, threads) -> None:
     weight, bias = random_matrix(*shape, dtype)
-    assert_company_changes_nothing(LanewiseLinear(weight, bias), random_rows(LANES, shape[1], dtype))
+    assert_company_changes_nothing(implementation(weight, bias), random_rows(LANES, shape[1], dtype))
+
+
+def quantized_rows(weight: Tensor, bias: Tensor | None = None) -> RowsLinear:
+    numbers, scales = quantize(weight)
+    return RowsLinear(numbers, bias, scales)
+
+
+def coarse_matrix(out: int, width: int) -> tuple[Tensor, Tensor]:
+    """One weight in each block is so large that the others lose most of their bits in 8."""
+    weight, bias = random_matrix(out, width)
+    weight[:, ::32] *= 40
+    return weight, bias
+
+
+@pytest.mark.parametrize("positions", [1, 9])
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+@pytest.mark.parametrize("make", [WidenedLinear, quantized_rows])
+def test_quantised_rows_are_the_same_in_any_company(make, shape: tuple[int, int], positions, threads) -> None:
+    weight, bias = random_matrix(*shape)
+    assert_company_changes_nothing(make(weight, bias), random_rows(LANES, shape[1], torch.bfloat16, positions))
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+@pytest.mark.parametrize("make", [WidenedLinear, quantized_rows])
+def test_a_quantised_matrix_multiplies_its_values_and_rounds_once(make, shape: tuple[int, int], with_bias) -> None:
+    weight, bias = coarse_matrix(*shape)
+    linear = make(weight, bias if with_bias else None)
+    values = dequantize(*quantize(weight)).double()
+    for lanes, positions in ((1, 1), (1, 9), (3, 2)):
+        x = random_rows(lanes, shape[1], torch.bfloat16, positions)
+        y = linear(x)
+        expected = x.double() @ values.T + (bias.double() if with_bias else 0.0)
+        assert y.dtype == linear.dtype == torch.bfloat16
+        torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=2.0**-8)
+
+
+def test_rows_are_not_copied() -> None:
+    weight, bias = random_matrix(64, 96)
+    for linear, x in (
+        (RowsLinear(weight, bias), random_rows(1, 96, torch.float32)),
+        (quantized_rows(weight, bias), random_rows(1, 96, torch.bfloat16)),
+    ):
+        linear.rows.zero_()
+        assert torch.equal(linear(x)[0, 0], bias.to(linear.dtype))
+
+
+def test_bytes_of_a_matrix() -> None:
+    for weight_format, expected in (("float32", 4 * 6400), ("bfloat16", 2 * 6400), ("q8_0", 200 * 34)):
+        assert matrix_bytes(6400, weight_format) == expected, weight_format
 
 
 @pytest.mark.parametrize("positions", [2, 3, 7, 8, 30])
@@ -126,9 +194,8 @@ def test_without_onednn_every_matrix_is_lanewise(monkeypatch) -> None:
     assert isinstance(make_linear(torch.zeros(1024, 1024)), LanewiseLinear)
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_every_weight_format_makes_a_matrix_of_its_type(name) -> None:
-    dtype = WEIGHT_FORMATS[name]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_matrix_takes_and_gives_its_own_type(dtype) -> None:
     weight, bias = random_matrix(600, 512, dtype)
     linear = make_linear(weight, bias)
     assert linear.dtype == dtype == linear(random_rows(2, 512, dtype)).dtype
