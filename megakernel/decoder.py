@@ -7,19 +7,19 @@ through the talker. Nothing here knows what a code sounds like or where a text r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel import reference as twin
+from megakernel.errors import CacheFullError
 from megakernel.linear import Linear
+from megakernel.prefill import CapturedPrefill
 from megakernel.sampling import DrawParams, gumbel_blocks, penalize
 from megakernel.state import LaneState
 from megakernel.weights import DecoderWeights
-
-
-class CacheFullError(RuntimeError):
-    """A lane has no cache position left; only that lane is concerned."""
 
 
 class Decoder:
@@ -29,6 +29,7 @@ class Decoder:
     """
 
     name = "twin"
+    fault: Tensor | None = None  # int32 [1] on the device that `check` takes the value of, where launches can fail
 
     def __init__(self, weights: DecoderWeights, lanes: int = 1, positions: int = 4096) -> None:
         if lanes < 1 or positions < 2:
@@ -37,6 +38,8 @@ class Decoder:
         device = weights.device
         self.state = LaneState(self.spec, lanes, positions, weights.dtype, device)
         self.cos, self.sin = twin.rope_table(self.spec.talker, positions, device)
+        # without a GPU there is nothing to capture, and padding would only cost
+        self.prompts = CapturedPrefill(weights, self.cos, self.sin) if device.type == "cuda" else None
         self.predictor_cos, self.predictor_sin = twin.rope_table(self.spec.predictor, self.spec.groups, device)
         self.groups = torch.arange(self.spec.groups, device=device)
         self.noise_sizes, self.noise_blocks = self._noise_layout(device)
@@ -64,26 +67,34 @@ class Decoder:
         """
         past, positions = self.state.length[lane], len(embeddings)
         self._require_room(lane, positions)
-        end = past + positions
+        captured = self.prompts if past == 0 and self.prompts is not None and self.prompts.fits(positions) else None
+        if captured is not None:
+            hidden = captured(embeddings, self.state.cache, lane)
+        else:
+            hidden = self.read_prompt(lane, past, embeddings)
+        self.state.length[lane] = past + positions
+        self.state.hidden[lane] = hidden[0]
+        self.state.logits[lane] = self.score(hidden, self.weights.head)[0]
+
+    def read_prompt(self, lane: int, past: int, embeddings: Tensor) -> Tensor:
+        """Prompt positions from ``past`` on into the lane's cache; the last one's final norm ``[1, talker.hidden]``."""
+        end = past + len(embeddings)
         window = self.state.cache.window(slice(lane, lane + 1), past, end)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return twin.attend_causal(q, *window.store(layer, k, v))
 
         cos, sin = self.cos[past:end, None], self.sin[past:end, None]
-        hidden = twin.run_stack(embeddings[None].float(), self.weights.talker, cos, sin, attend)
-        self.state.length[lane] = end
-        self.state.hidden[lane] = hidden[0]
-        self.state.logits[lane] = self.score(hidden, self.weights.head)[0]
+        return twin.run_stack(embeddings[None].float(), self.weights.talker, cos, sin, attend)
 
     @torch.inference_mode()
     def step(self, lanes: list[int], text: Tensor, forced: Tensor | None = None) -> Tensor:
         """One frame of the active ``lanes``.
 
         ``text`` ``[len(lanes), talker.hidden]`` is the text row that follows each lane's frame.
-        Returns the codes ``[len(lanes), groups]`` int64; a frame whose group 0 is ``spec.eos`` ends its
-        utterance and is no audio. With ``forced`` (codes of the same shape) the codes are taken
-        from there instead of drawn. Raises `CacheFullError` before anything is changed.
+        Returns the codes ``[len(lanes), groups]`` int64, which later frames leave alone; a frame whose group 0
+        is ``spec.eos`` ends its utterance and is no audio. With ``forced`` (codes of the same shape) the codes
+        are taken from there instead of drawn. Raises `CacheFullError` before anything is changed.
         """
         for lane in lanes:
             self._require_room(lane, 1)
@@ -95,6 +106,18 @@ class Decoder:
         for lane in lanes:
             self.state.frame[lane] += 1
         return codes
+
+    def check(self, fault: int) -> None:
+        """Raise `KernelFaultError` if ``fault``, the value of `fault` after a frame, says that it failed."""
+
+    def rebuild(self) -> None:
+        """Make the decoder usable after a fault: every lane is empty again."""
+        self.state.clear()
+
+    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
+        """Do now what the first utterance would wait for; ``progress`` hears what it is."""
+        if self.prompts is not None:
+            self.prompts.capture(progress)
 
     def draw_frame(self, lanes: list[int], index: Tensor, forced: Tensor | None = None) -> Tensor:
         """The codes ``[len(lanes), groups]`` of the next frame, drawn from the talker's last output."""

@@ -62,18 +62,20 @@ def feed_forward(x: Tensor, layer: LayerWeights, spec: StackSpec) -> Tensor:
     return layer.down(F.silu(gate) * up)
 
 
-def run_stack(x: Tensor, stack: StackWeights, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def run_stack(
+    x: Tensor, stack: StackWeights, cos: Tensor, sin: Tensor, attend: Attend, last: Tensor | None = None
+) -> Tensor:
     """All layers and the final norm of the last position: ``[lanes, positions, hidden]`` to ``[lanes, hidden]``.
 
     ``attend(layer, q, k, v)`` stores k and v where the caller keeps them and returns the attention's
     output for the positions of q, ``[lanes, positions, heads * head_dim]``. Of all but the last position the
-    last layer needs k and v only.
+    last layer needs k and v only. ``last`` ``[1]`` int64 names another position to count as the last.
     """
     spec = stack.spec
     for index, layer in enumerate(stack.layers):
         q, k, v = project_qkv(x, layer, spec, cos, sin)
         if index == spec.layers - 1:
-            x, q = x[:, -1:], q[:, -1:]
+            x, q = (x[:, -1:], q[:, -1:]) if last is None else (x.index_select(1, last), q.index_select(1, last))
         x = x + layer.o(attend(index, q, k, v))
         x = x + feed_forward(x, layer, spec)
     return rms_norm(x[:, 0], stack.norm, spec.norm_eps)
@@ -96,6 +98,11 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns ``[lanes, positions, heads * head_dim]``.
     """
     positions, length = q.shape[1], k.shape[2]
-    mask = torch.ones(positions, length, dtype=torch.bool, device=q.device).tril(length - positions)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
+    visible = torch.ones(positions, length, dtype=torch.bool, device=q.device).tril(length - positions)
+    return attend_visible(q, k, v, visible)
+
+
+def attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """As `attend_causal`, each position seeing what ``visible`` ``[positions, length]`` bool says."""
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible, enable_gqa=True)
     return out.transpose(1, 2).flatten(2)

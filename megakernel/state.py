@@ -50,6 +50,7 @@ class LaneState:
     (both known to the host); ``hidden`` ``[lanes, talker.hidden]`` and ``logits`` ``[lanes, talker.vocab]``
     are the talker's last output, from which the next frame is drawn; ``seen`` marks the group-0
     codes so far. ``predictor_logits`` ``[lanes, groups - 1, predictor.vocab]`` are those of the last frame.
+    ``predictor_input`` ``[lanes, predictor.hidden]``, kept by the kernel alone, is ``hidden`` through the projection.
     """
 
     def __init__(self, spec: DecoderSpec, lanes: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -60,12 +61,18 @@ class LaneState:
         self.frame = [0] * lanes
         self.seed = [0] * lanes
         self.hidden = torch.empty(lanes, spec.talker.hidden, device=device)
+        self.predictor_input = torch.empty(lanes, spec.predictor.hidden, device=device)
         self.logits = torch.empty(lanes, spec.talker.vocab, device=device)
         self.predictor_logits = torch.empty(lanes, spec.groups - 1, spec.predictor.vocab, device=device)
         self.seen = torch.zeros(lanes, spec.talker.vocab, dtype=torch.bool, device=device)
         self.penalty = torch.ones(lanes, 1, device=device)
         self.talker_draw = DrawTable(lanes, spec.talker.vocab, device)
         self.predictor_draw = DrawTable(lanes, spec.predictor.vocab, device)
+
+    def clear(self) -> None:
+        """Empty every lane."""
+        self.length[:] = self.frame[:] = [0] * self.lanes
+        self.seen.zero_()
 
     def reset(self, lane: int, seed: int, talker: DrawParams, predictor: DrawParams, penalty: float) -> None:
         """Give the lane to a new utterance; its cache counts as empty.
