@@ -25,22 +25,33 @@ from backend.codec_layers import (
     UpsampleBlock,
 )
 from backend.config import CodecConfig
+from megakernel.graphs import Ladder, Progress, Size, to_device
 from megakernel.linear import Linear, make_linear
 from megakernel.reference import rms_norm, rotate
 
 _USAGE_FLOOR = 1e-5  # what an unused codebook entry's count is raised to before the division
+FRAME_RUNGS = (8, 4, 2, 1)  # frames of a captured step; it takes neither more nor fewer
+LANE_RUNGS = (1, 2, 4, 8, 16)  # lanes of a captured step; a spare lane fills it up
 
 
 class Codec:
     """The decoder for ``lanes`` utterances at a time.
 
     ``read(name)`` returns the tensors called ``codec.…`` in ``backend/checkpoint.py``. Weights and sums are
-    float32.
+    float32. With ``captured`` (None: on a GPU) steps run as captured graphs, in pieces of sizes that were captured.
     """
 
-    def __init__(self, config: CodecConfig, read: Read, lanes: int = 1, device: str | torch.device = "cpu") -> None:
-        self.config, self.device = config, torch.device(device)
-        self.histories = Histories(lanes, self.device)
+    def __init__(
+        self,
+        config: CodecConfig,
+        read: Read,
+        lanes: int = 1,
+        device: str | torch.device = "cpu",
+        captured: bool | None = None,
+    ) -> None:
+        self.config, self.device, self.lanes = config, torch.device(device), lanes
+        _compute_in_float32(self.device)
+        self.histories = Histories(lanes + 1, self.device)  # the last is nobody's: what fills a step up goes there
         self.position = [0] * lanes
 
         def load(name: str) -> Tensor:
@@ -51,15 +62,32 @@ class Codec:
         self.pre_conv = CausalConv(self.histories, load("pre_conv.weight"), load("pre_conv.bias"))
         self.transformer = SlidingTransformer(config, load, self.histories)
         self.waves = WaveDecoder(config, load, self.histories)
+        self.ladder = self._make_ladder() if captured or (captured is None and self.device.type == "cuda") else None
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Capture now what the first chunks would wait for; ``progress`` hears what it is."""
+        if self.ladder is not None:
+            self.ladder.capture(progress)
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, lanes: list[int]) -> Tensor:
         """The next frames of ``lanes``: ``[len(lanes), frames, groups]`` int64 to ``[len(lanes), samples]``.
 
-        All lanes of one call take the same number of frames. Samples are float32 within ±1.
+        All lanes of one call take the same number of frames. Samples are float32 within ±1. Of a frame that ends
+        an utterance, and holds a code that is none of the codebook's, the samples mean nothing.
         """
-        index = torch.tensor(lanes, device=self.device)
-        return self.waves(self._hidden(codes, lanes, index), index)
+        codes = codes.to(self.device)
+        if self.ladder is None:
+            return self.compute(codes, self._advance(lanes, codes.shape[1], len(lanes)))
+        return self._climb(self.ladder, codes, lanes)
+
+    def compute(self, codes: Tensor, places: Tensor) -> Tensor:
+        """What the device does of `decode`: ``places`` ``[2, lanes]`` int64 are each lane's index and position.
+
+        Shapes alone decide what it launches, and it never asks the device for a number: so it can be captured.
+        """
+        lanes, position = places.unbind(0)
+        return self.waves(self._hidden(codes, lanes, position), lanes)
 
     @torch.inference_mode()
     def prime(self, codes: Tensor, lane: int) -> None:
@@ -67,14 +95,19 @@ class Codec:
 
         The transformer goes over all of them; the convolutions only over what they look back at.
         """
-        index = torch.tensor([lane], device=self.device)
-        hidden = self._hidden(codes[None], [lane], index)
+        index, position = self._advance([lane], len(codes), 1).unbind(0)
+        hidden = self._hidden(codes[None].to(self.device), index, position)
         self.waves(hidden[:, -self.waves.frames_back :], index)
 
     def reset(self, lane: int) -> None:
         """Start the lane afresh."""
         self.histories.reset(lane)
         self.position[lane] = 0
+
+    def rebuild(self) -> None:
+        """Start every lane afresh, whatever happened before."""
+        self.histories.clear()
+        self.position[:] = [0] * self.lanes
 
     def take(self, lane: int) -> tuple[int, list[Tensor]]:
         """A copy of the lane's state, for `put`."""
@@ -84,13 +117,56 @@ class Codec:
         self.position[lane], tensors = state
         self.histories.put(lane, tensors)
 
-    def _hidden(self, codes: Tensor, lanes: list[int], index: Tensor) -> Tensor:
-        codes = codes.to(self.device)
+    def _hidden(self, codes: Tensor, lanes: Tensor, position: Tensor) -> Tensor:
+        codes = codes.clamp(0, self.config.codebook_size - 1)
         x = self.table[self.groups, codes].sum(dim=2)  # [lanes, frames, quantized_dim]
-        x = self.transformer(self.pre_conv(x, index), index, [self.position[lane] for lane in lanes])
+        return self.transformer(self.pre_conv(x, lanes), lanes, position)
+
+    def _advance(self, lanes: list[int], frames: int, width: int) -> Tensor:
+        """The places of ``lanes``, filled up to ``width`` with the spare lane's; they then are ``frames`` further."""
+        filling = [self.lanes] * (width - len(lanes))
+        places = [[*lanes, *filling], [*(self.position[lane] for lane in lanes), *([0] * len(filling))]]
         for lane in lanes:
-            self.position[lane] += codes.shape[1]
-        return x
+            self.position[lane] += frames
+        return to_device(places, self.device)
+
+    def _climb(self, ladder: Ladder, codes: Tensor, lanes: list[int]) -> Tensor:
+        """`decode` in pieces that are on the ladder: as many lanes, and of them as many frames, as a rung takes."""
+        most = ladder.sizes[-1][1]
+        rows = []
+        for start in range(0, len(lanes), most):
+            some, left = lanes[start : start + most], codes[start : start + most]
+            pieces = []
+            while frames := left.shape[1]:
+                taken = next(rung for rung in FRAME_RUNGS if rung <= frames)
+                size = ladder.fit(taken, len(some))
+                assert size is not None, f"no rung holds {taken} frames of {len(some)} lanes"
+                samples = ladder(size, left[:, :taken], self._advance(some, taken, size[1]))
+                pieces.append(samples[: len(some)])
+                left = left[:, taken:]
+            rows.append(torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0])
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+    def _make_ladder(self) -> Ladder:
+        enough = next((rung for rung in LANE_RUNGS if rung >= self.lanes), LANE_RUNGS[-1])
+        sizes = [(frames, lanes) for frames in FRAME_RUNGS for lanes in LANE_RUNGS if lanes <= enough]
+        return Ladder("codec: {} frames of {} lanes", self.compute, self._blank, sizes, self.device)
+
+    def _blank(self, size: Size) -> tuple[Tensor, Tensor]:
+        frames, lanes = size
+        codes = torch.zeros(lanes, frames, self.config.groups, dtype=torch.int64, device=self.device)
+        return codes, self._advance([], 0, lanes)
+
+
+def _compute_in_float32(device: torch.device) -> None:
+    """Have convolutions on a GPU computed in float32.
+
+    By default cuDNN may round their inputs to TF32, ten bits of mantissa, and samples are to equal the reference's
+    within float32's rounding. The codec is a small part of a frame's work: that is the wrong place to save. The switch
+    is the process's own; that of matrices is off by default.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def _fold_codebooks(config: CodecConfig, load: Read) -> Tensor:
@@ -119,10 +195,9 @@ class SlidingTransformer:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=histories.device).float()
         self.frequency = 1.0 / config.rope_base ** (half / config.head_dim)
 
-    def __call__(self, x: Tensor, lanes: Tensor, start: list[int]) -> Tensor:
+    def __call__(self, x: Tensor, lanes: Tensor, start: Tensor) -> Tensor:
         x = self.input(x)
-        first = torch.tensor(start, device=x.device).view(-1, 1)
-        position = first + torch.arange(x.shape[1], device=x.device)  # [lanes, frames]
+        position = start.view(-1, 1) + torch.arange(x.shape[1], device=x.device)  # [lanes, frames]
         cos, sin = self._rotation(position)
         mask = self._visible(position)
         for layer in self.layers:

@@ -32,8 +32,11 @@ class Histories:
         return tensor
 
     def reset(self, lane: int) -> None:
-        for tensor in self.tensors:
-            tensor[lane] = 0
+        _zero([tensor[lane] for tensor in self.tensors])
+
+    def clear(self) -> None:
+        """Start every lane afresh."""
+        _zero(self.tensors)
 
     def take(self, lane: int) -> list[Tensor]:
         """A copy of the lane's state."""
@@ -42,6 +45,11 @@ class Histories:
     def put(self, lane: int, state: list[Tensor]) -> None:
         for tensor, kept in zip(self.tensors, state, strict=True):
             tensor[lane] = kept
+
+
+def _zero(tensors: list[Tensor]) -> None:
+    if tensors:  # on a GPU all together in a few launches
+        torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Convolution:

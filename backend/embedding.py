@@ -15,6 +15,7 @@ from torch import Tensor
 from backend.config import ModelConfig
 from backend.prompt import X_VECTOR, CodecElement, Prompt
 from megakernel import Decoder
+from megakernel.graphs import to_device
 from megakernel.linear import make_linear
 
 _FOLD_ROWS = 4096  # ids projected at a time when the whole table is folded
@@ -43,10 +44,10 @@ class TextTable:
         """The rows of ``ids``, ``[len(ids), hidden]`` float32."""
         new = sorted(set(ids) - self.known)
         if new:
-            index = torch.tensor(new, device=self.rows.device)
+            index = to_device(new, self.rows.device)
             self.rows[index] = self._project(self.embedding[index])
             self.known.update(new)
-        return self.rows[torch.tensor(ids, dtype=torch.int64, device=self.rows.device)]
+        return self.rows[to_device(ids, self.rows.device)]
 
     def _project(self, embedded: Tensor) -> Tensor:
         x = embedded.to(self.fc1.dtype)[:, None]  # [ids, 1, text_hidden]: a lane each
@@ -82,5 +83,5 @@ class PromptEmbedder:
                 raise ValueError("the prompt has a place for an x-vector and there is none")
             return x_vector.to(self.table.rows.device)
         if isinstance(element, tuple):
-            return self.decoder.embed_frame(torch.tensor(element, device=self.table.rows.device))
+            return self.decoder.embed_frame(to_device(element, self.table.rows.device))
         return self.decoder.weights.embedding[element].float()

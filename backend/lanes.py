@@ -2,6 +2,10 @@
 
 One thread runs `Lanes.run` and it alone touches the model. A lane that lacks text, or whose listener has
 enough to hear, sits a frame out; the others do not notice, because no lane's numbers depend on another's.
+
+A frame and the chunks that it completes are issued without looking at the codes; then the host waits once for codes,
+samples and the decoder's fault. So a frame may be decoded that turns out to be the end and no audio: the codec is
+causal, and its samples are cut off.
 """
 
 from __future__ import annotations
@@ -21,12 +25,17 @@ from backend.codec import Codec
 from backend.config import ModelConfig
 from backend.embedding import PromptEmbedder
 from backend.errors import EngineError, RequestError
+from backend.outbox import Outbox
 from backend.plan import Plan
 from backend.prompt import Prompt
 from backend.utterance import Chunk, FinishReason, Utterance
-from megakernel import CacheFullError, Decoder
+from megakernel import CacheFullError, Decoder, KernelFaultError
+from megakernel.graphs import Progress
 
 logger = logging.getLogger(__name__)
+
+# After these nothing that is on the device can be trusted; the second is what torch raises for CUDA's own.
+FAULTS = (KernelFaultError, torch.AcceleratorError)
 
 T = TypeVar("T")
 
@@ -50,7 +59,8 @@ class Lane:
     taken_ids: int  # text ids that the prompt and its trailing have used
     frames: int = 0
     chunks: int = 0
-    pending: list[Tensor] = field(default_factory=list)  # frames drawn and not yet decoded
+    pending: list[Tensor] = field(default_factory=list)  # frames drawn and not yet decoded, on the device
+    undelivered: list[Tensor] = field(default_factory=list)  # frames drawn and not yet in a chunk, on the host
 
     def next_text(self) -> int | None:
         """The text id that follows the frame to come; None if it is not known yet."""
@@ -81,10 +91,19 @@ class Lane:
         return lead is not None and not self.pending and self.job.utterance.waiting_frames >= lead
 
 
+@dataclass(eq=False)
+class Speech:
+    """Samples ``[len(lanes), samples]`` of the frames that were pending in ``lanes``, on their way to the host."""
+
+    lanes: list[Lane]
+    samples: Tensor
+
+
 class Lanes:
-    """``decoder`` and ``codec`` shared by as many utterances as they have lanes; the rest wait in order.
+    """``decoder`` and ``codec`` shared by as many utterances as the codec has lanes; the rest wait in order.
 
     ``ramp`` is how many frames the first, second, … chunk of an utterance holds; its last number holds on.
+    ``fault`` says what has broken the engine: from then on it takes no utterance, until it is rebuilt.
     """
 
     def __init__(
@@ -96,7 +115,9 @@ class Lanes:
         ramp: tuple[int, ...],
     ) -> None:
         self.config, self.decoder, self.codec, self.embed, self.ramp = config, decoder, codec, embed, ramp
-        self.lanes: list[Lane | None] = [None] * decoder.state.lanes
+        self.lanes: list[Lane | None] = [None] * codec.lanes
+        self.outbox = Outbox(codec.device)
+        self.fault: str | None = None
         self.waiting: deque[Job] = deque()
         self.calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.lock = threading.Lock()
@@ -109,6 +130,8 @@ class Lanes:
         with self.lock:
             if self.closing:
                 raise EngineError("the synthesizer is closed")
+            if self.fault is not None:
+                raise EngineError(f"the engine is broken ({self.fault}): rebuild it, or start it anew")
             self.waiting.append(job)
         self.awake.set()
 
@@ -136,6 +159,12 @@ class Lanes:
 
     # the engine's side
 
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Do now what the first utterance would wait for, and wait for it. Raises the fault if there is one."""
+        self.decoder.warm_up(progress)
+        self.codec.warm_up(progress)
+        self._receive()
+
     def run(self) -> None:
         """Speak until closed; every utterance still open then fails."""
         with torch.inference_mode():
@@ -145,6 +174,20 @@ class Lanes:
                 if not self.tick():
                     self.awake.wait()
         self._fail_all(EngineError("the synthesizer was closed"))
+
+    def rebuild(self) -> None:
+        """Start decoder and codec afresh, between two frames. What is being spoken ends with an error."""
+        self._fail_lanes(EngineError("the engine was rebuilt"))
+        try:
+            self.decoder.rebuild()
+            self.codec.rebuild()
+            self.outbox = Outbox(self.codec.device)
+        except Exception as error:
+            with self.lock:
+                self.fault = f"it could not be rebuilt: {error}"
+            raise EngineError(f"the engine could not be rebuilt: {error}") from error
+        with self.lock:
+            self.fault = None
 
     def _answer_calls(self) -> None:
         while self.calls:
@@ -164,6 +207,9 @@ class Lanes:
             if ready:
                 self._step(ready)
             return changed or bool(ready)
+        except FAULTS as error:
+            self._break_down(error)
+            return True
         except Exception as error:
             logger.exception("a frame failed; every utterance in a lane ends with an error")
             failure = EngineError(f"the engine failed in a frame: {error}")
@@ -219,6 +265,9 @@ class Lanes:
                 self.codec.prime(plan.reference_codes, index)
         except CacheFullError:
             job.utterance.fail(self._too_long())
+        except FAULTS as error:
+            job.utterance.fail(_failure(error))
+            raise
         except Exception as error:
             logger.exception("an utterance could not be started")
             failure = EngineError(f"the engine failed in a prompt: {error}")
@@ -251,20 +300,34 @@ class Lanes:
         ready = self._with_room(ready)
         if not ready:
             return
-        codes = self.decoder.step([lane.index for lane, _ in ready], self.embed.table([text for _, text in ready]))
-        ended: list[tuple[Lane, FinishReason]] = []
-        for (lane, _), frame in zip(ready, codes.cpu(), strict=True):
-            if frame[0] == self.config.spec.eos:
-                ended.append((lane, "stop"))
-                continue
+        lanes = [lane for lane, _ in ready]
+        frame = self.decoder.step([lane.index for lane in lanes], self.embed.table([text for _, text in ready]))
+        for lane, codes in zip(lanes, frame.unbind(), strict=True):
             lane.frames += 1
-            lane.pending.append(frame)
-            if lane.frames >= lane.limit():
-                ended.append((lane, "length"))
-        over = {id(lane) for lane, _ in ended}
-        self._decode([lane for lane, _ in ready if id(lane) in over or len(lane.pending) >= self._due(lane)])
+            lane.pending.append(codes)
+        at_limit = [lane for lane in lanes if lane.frames >= lane.limit()]
+        speech = self._issue([lane for lane in lanes if lane in at_limit or len(lane.pending) >= self._due(lane)])
+        codes = self.outbox.put(frame)
+        self._receive()
+        ended = self._read(lanes, codes, at_limit)
+        self._deliver(speech)
+        self._decode([lane for lane, _ in ended])
         for lane, reason in ended:
             self._finish(lane, reason)
+
+    def _read(self, lanes: list[Lane], codes: Tensor, at_limit: list[Lane]) -> list[tuple[Lane, FinishReason]]:
+        """Note what the frame of ``lanes`` has turned out to be; the lanes that end with it."""
+        ended: list[tuple[Lane, FinishReason]] = []
+        for lane, frame in zip(lanes, codes, strict=True):
+            if frame[0] == self.config.spec.eos:
+                lane.frames -= 1
+                del lane.pending[-1:]  # it is not pending any more if it has been decoded
+                ended.append((lane, "stop"))
+                continue
+            lane.undelivered.append(frame)
+            if lane in at_limit:
+                ended.append((lane, "length"))
+        return ended
 
     def _with_room(self, ready: list[tuple[Lane, int]]) -> list[tuple[Lane, int]]:
         """End the lanes whose cache is full; that concerns no other lane."""
@@ -280,24 +343,59 @@ class Lanes:
         return self.ramp[min(lane.chunks, len(self.ramp) - 1)]
 
     def _decode(self, lanes: list[Lane]) -> None:
-        """Samples for the pending frames of ``lanes``; those with equally many go together."""
+        """Hand out the pending frames of ``lanes``, of which none is an end."""
+        speech = self._issue(lanes)
+        if speech:
+            self._receive()
+            self._deliver(speech)
+
+    def _issue(self, lanes: list[Lane]) -> list[Speech]:
+        """Have the pending frames of ``lanes`` decoded; those with equally many go together."""
         by_length: dict[int, list[Lane]] = {}
         for lane in lanes:
             if lane.pending:
                 by_length.setdefault(len(lane.pending), []).append(lane)
-        for group in by_length.values():
-            codes = torch.stack([torch.stack(lane.pending) for lane in group])
-            samples = self.codec.decode(codes, [lane.index for lane in group]).cpu().numpy()
-            for lane, row, frames in zip(group, samples, codes.numpy(), strict=True):
+        speech = []
+        for frames, group in by_length.items():
+            codes = torch.stack([frame for lane in group for frame in lane.pending]).view(len(group), frames, -1)
+            samples = self.codec.decode(codes, [lane.index for lane in group])
+            speech.append(Speech(group, self.outbox.put(samples)))
+            for lane in group:
                 lane.pending.clear()
-                lane.chunks += 1
-                lane.job.utterance.deliver(Chunk(row, frames))
+        return speech
+
+    def _receive(self) -> None:
+        """Wait for everything that was issued. Raises the decoder's fault if it has one."""
+        fault = None if self.decoder.fault is None else self.outbox.put(self.decoder.fault)
+        self.outbox.wait()
+        if fault is not None:
+            self.decoder.check(int(fault))
+
+    def _deliver(self, speech: list[Speech]) -> None:
+        """A chunk for every lane: its undelivered frames with their samples, which a last frame's may follow."""
+        frame_samples = self.config.codec.samples_per_frame
+        for part in speech:
+            for lane, samples in zip(part.lanes, part.samples.numpy(), strict=True):
+                if lane.undelivered:
+                    frames = torch.stack(lane.undelivered).numpy()
+                    lane.undelivered.clear()
+                    lane.chunks += 1
+                    lane.job.utterance.deliver(Chunk(samples[: len(frames) * frame_samples].copy(), frames))
 
     def _finish(self, lane: Lane, reason: FinishReason) -> None:
         if reason == "length":
             logger.warning("an utterance was stopped at its bound of %d frames", lane.frames)
         self.lanes[lane.index] = None
         lane.job.utterance.finish(reason)
+
+    def _break_down(self, error: Exception) -> None:
+        """A fault: everything ends, and nothing begins until the engine is rebuilt."""
+        logger.error("the engine is broken and has to be rebuilt", exc_info=error)
+        failure = _failure(error)
+        with self.lock:
+            self.fault = str(failure)
+        self._fail_lanes(failure)
+        self._fail_waiting(failure)
 
     def _fail_lanes(self, error: EngineError) -> None:
         for lane in self.lanes:
@@ -307,10 +405,21 @@ class Lanes:
 
     def _fail_all(self, error: EngineError) -> None:
         self._fail_lanes(error)
+        self._fail_waiting(error)
         with self.lock:
-            jobs, self.waiting = list(self.waiting), deque()
             calls, self.calls = list(self.calls), deque()
-        for job in jobs:
-            job.utterance.fail(error)
         for _, future in calls:
             future.set_exception(error)
+
+    def _fail_waiting(self, error: EngineError) -> None:
+        with self.lock:
+            jobs, self.waiting = list(self.waiting), deque()
+        for job in jobs:
+            job.utterance.fail(error)
+
+
+def _failure(error: Exception) -> EngineError:
+    """What the utterances of a broken engine end with."""
+    failure = EngineError(str(error) if isinstance(error, KernelFaultError) else f"the device failed: {error}")
+    failure.__cause__ = error
+    return failure

@@ -25,15 +25,17 @@ from backend.checkpoint import Checkpoint
 from backend.codec import Codec
 from backend.embedding import PromptEmbedder, TextTable
 from backend.errors import EngineError, RequestError
-from backend.lanes import Job, Lanes
+from backend.lanes import FAULTS, Job, Lanes
 from backend.plan import Planner
 from backend.prompt import default_text_mode
 from backend.request import SpeechRequest
 from backend.text import TextTokenizer
 from backend.utterance import Chunk, Utterance
 from backend.voice import Voice
-from megakernel import Decoder, pack_decoder
+from megakernel import DecoderSpec, choose_engine, make_decoder
+from megakernel.graphs import enter_device
 from megakernel.linear import WEIGHT_FORMATS
+from megakernel.weights import check_format
 
 RAMP = (1, 2, 4, 8)
 POSITIONS = 4096
@@ -77,6 +79,7 @@ class Synthesizer:
         checkpoint: Checkpoint,
         *,
         device: str = "cpu",
+        engine: str = "auto",
         dtype: str | None = None,
         lanes: int = 4,
         lead: float | None = None,
@@ -93,7 +96,9 @@ class Synthesizer:
         self.planner = Planner(self.config, TextTokenizer(checkpoint.directory), max_characters)
         self.cloner: cloning.Cloner | None = None
         self._cloning = threading.Lock()
-        loading = _Loading(checkpoint, self.device, self.dtype, lanes, positions, ramp, progress)
+        engine = _choose(engine, self.device)
+        _check_dtype(self.dtype, self.config.spec)
+        loading = _Loading(checkpoint, self.device, engine, self.dtype, lanes, positions, ramp, progress)
         self._lanes, self._thread = loading.start()
         self.decoder, self.codec = self._lanes.decoder, self._lanes.codec
         # also when the interpreter ends or the synthesizer is let go of: a thread inside torch must not outlive either
@@ -111,12 +116,14 @@ class Synthesizer:
     ) -> Synthesizer:
         """Open a checkpoint directory, or a hub id, which is downloaded unless ``offline``.
 
-        ``options``: ``device`` ("cpu", "cuda"); ``dtype`` ("float32", "bfloat16", or None for the stored one);
+        ``options``: ``device`` ("cpu", "cuda"); ``engine`` ("kernel", its "twin", or "auto": the kernel where it
+        can run); ``dtype`` ("float32", "bfloat16", "q8_0", or None for the stored one);
         ``lanes``, how many utterances speak at a time; ``lead``, seconds of untaken audio after which an
         utterance pauses (None: never); ``ramp``, frames in the first, second, … chunk; ``positions``, prompt
         positions plus frames that an utterance may take; ``max_characters`` of a text.
 
-        Raises `CheckpointError` if the files are missing, damaged or of another model.
+        Returns when everything is compiled and warm. Raises `CheckpointError` if the files are missing, damaged or of
+        another model, `RequestError` if the engine cannot run on the device.
         """
         from backend.hub import resolve  # downloads are rare; the hub's client is not light
 
@@ -161,6 +168,8 @@ class Synthesizer:
             "size": self.config.size,
             "engine": self.decoder.name,
             "running": self._thread.is_alive(),
+            "healthy": self._lanes.fault is None,
+            "fault": self._lanes.fault,
             "device": str(self.device),
             "dtype": self.dtype,
             "lanes": self.lanes,
@@ -190,7 +199,8 @@ class Synthesizer:
         """Speak ``request``, or with ``text=None`` a text that is pushed while it is spoken.
 
         ``lead`` overrides the synthesizer's. If all lanes are taken the utterance waits its turn. Raises
-        `RequestError` at once if the request cannot be spoken, `EngineError` if the synthesizer is closed.
+        `RequestError` at once if the request cannot be spoken, `EngineError` if the synthesizer is closed, or broken
+        and not rebuilt.
         """
         plan = self.planner.plan(request)
         feed = self.planner.feed(request.text)
@@ -222,6 +232,13 @@ class Synthesizer:
         Returns, or raises, what it does; `EngineError` if the synthesizer is closed.
         """
         return self._lanes.call(function)
+
+    def rebuild(self) -> None:
+        """Make the engine usable again after a fault; everything that is being spoken ends with an error.
+
+        Raises `EngineError` if that fails: only a new process helps then.
+        """
+        self._lanes.call(self._lanes.rebuild)
 
     def close(self) -> None:
         """End every utterance and the thread. Calling it again does nothing."""
@@ -260,6 +277,7 @@ class _Loading:
 
     checkpoint: Checkpoint
     device: torch.device
+    engine: str
     dtype: str
     lanes: int
     positions: int
@@ -281,7 +299,9 @@ class _Loading:
 
     def _run(self, loaded: Future[Lanes]) -> None:
         try:
+            enter_device(self.device)
             lanes = self._load()
+            self._warm_up(lanes)
         except BaseException as error:  # noqa: BLE001  it is raised where the caller waits
             loaded.set_exception(error)
             return
@@ -292,11 +312,32 @@ class _Loading:
     def _load(self) -> Lanes:
         config = self.checkpoint.config
         with _Reader(self) as read:
-            weights = pack_decoder(read, config.spec, self.dtype, self.device)
-            decoder = Decoder(weights, self.lanes, self.positions)
-            table = TextTable(config, read, weights.dtype, self.device)
+            decoder = make_decoder(
+                read,
+                config.spec,
+                engine=self.engine,
+                weight_format=self.dtype,
+                device=self.device,
+                lanes=self.lanes,
+                positions=self.positions,
+            )
+            table = TextTable(config, read, decoder.weights.dtype, self.device)
             codec = Codec(config.codec, read, self.lanes, self.device)
         return Lanes(config, decoder, codec, PromptEmbedder(table, decoder), self.ramp)
+
+    def _warm_up(self, lanes: Lanes) -> None:
+        with tqdm(desc="warming up", unit="graph", disable=not self.progress, leave=False) as bar:
+
+            def report(what: str) -> None:
+                if self.abandoned:
+                    raise EngineError("loading was interrupted")
+                bar.set_postfix_str(what, refresh=False)
+                bar.update()
+
+            try:
+                lanes.warm_up(report)
+            except FAULTS as error:
+                raise EngineError(f"the engine failed while it was warming up: {error}") from error
 
 
 class _Reader:
@@ -322,6 +363,20 @@ class _Reader:
     def __exit__(self, *_: object) -> None:
         self.bar.close()
         self.checkpoint.release()
+
+
+def _choose(engine: str, device: torch.device) -> str:
+    try:
+        return choose_engine(engine, device)
+    except ValueError as error:
+        raise RequestError(str(error), "engine") from error
+
+
+def _check_dtype(dtype: str, spec: DecoderSpec) -> None:
+    try:
+        check_format(dtype, spec)
+    except ValueError as error:
+        raise RequestError(str(error), "dtype") from error
 
 
 def _stored_format(checkpoint: Checkpoint) -> str:

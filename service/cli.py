@@ -34,7 +34,8 @@ app = typer.Typer(name="qwen3-tts", help="Streaming speech from Qwen3-TTS.", no_
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint directory or hub id; none: a small random one (noise).")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
-Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
+Engine = Annotated[str | None, typer.Option(help="auto, kernel, or twin: the kernel's text in plain PyTorch.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or q8_0 (8 bits).")]
 Offline = Annotated[bool | None, typer.Option("--offline/--online", help="Use only what is downloaded already.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of the hub id.")]
 
@@ -63,6 +64,7 @@ def say(
         str | None, typer.Option("--format", help="wav or pcm, where the file's name does not say.")
     ] = None,
     device: Device = None,
+    engine: Engine = None,
     dtype: Dtype = None,
     offline: Offline = None,
     revision: Revision = None,
@@ -85,7 +87,8 @@ def say(
         if live and text != "-":
             _fail("--live speaks standard input; leave TEXT out")
         words = None if live else (_read_input() if text == "-" else text)
-        settings = _settings(model=model, device=device, dtype=dtype, offline=offline, revision=revision, lanes=1)
+        where = {"device": device, "engine": engine, "dtype": dtype}
+        settings = _settings(model=model, **where, offline=offline, revision=revision, lanes=1)
         with _engine(settings) as synthesizer:
             request = _request(synthesizer, words, voice, language, instruction, seed, sampling, text_mode)
             utterance = synthesizer.open(request, lead=None)
@@ -101,6 +104,7 @@ def serve(
     port: Annotated[int | None, typer.Option()] = None,
     model: Model = None,
     device: Device = None,
+    engine: Engine = None,
     dtype: Dtype = None,
     lanes: Annotated[int | None, typer.Option(help="Utterances spoken at once.")] = None,
     seed: Annotated[int | None, typer.Option(help="For requests that name none.")] = None,
@@ -141,13 +145,15 @@ def info(
     model: Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     device: Device = None,
+    engine: Engine = None,
     dtype: Dtype = None,
     offline: Offline = None,
     revision: Revision = None,
 ) -> None:
     """Load a model and tell what it is: kind, size, voices, languages, and what it runs on."""
     with _one_line_errors():
-        settings = _settings(model=model, device=device, dtype=dtype, offline=offline, revision=revision, lanes=1)
+        where = {"device": device, "engine": engine, "dtype": dtype}
+        settings = _settings(model=model, **where, offline=offline, revision=revision, lanes=1)
         with _engine(settings) as synthesizer:
             facts = synthesizer.info()
         typer.echo(json.dumps(facts, indent=2) if as_json else _table(facts))

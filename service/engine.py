@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +27,12 @@ NOISE = "this checkpoint is random: its voice is NOISE, for trying things out; n
 
 
 def load(settings: Settings, *, progress: bool = False) -> Synthesizer:
-    """A running engine; returns when it can speak.
+    """A running engine; returns when it can speak, with everything compiled.
 
-    Raises ``backend.errors.CheckpointError`` where the model cannot be read.
+    Raises ``backend.errors.CheckpointError`` where the model cannot be read, ``RequestError`` where the
+    engine that was asked for cannot run.
     """
+    _keep_compiled_kernels()
     from backend import Synthesizer
 
     model = settings.model or str(noise_checkpoint())
@@ -38,6 +41,7 @@ def load(settings: Settings, *, progress: bool = False) -> Synthesizer:
     synthesizer = Synthesizer.from_pretrained(
         model,
         device=settings.device,
+        engine=settings.engine,
         dtype=settings.dtype,
         lanes=settings.lanes,
         lead=settings.lead_seconds,
@@ -46,7 +50,9 @@ def load(settings: Settings, *, progress: bool = False) -> Synthesizer:
         revision=settings.revision,
         progress=progress,
     )
-    logger.info("loaded in %.1f s: %s, %d lanes", time.monotonic() - begun, synthesizer.kind, synthesizer.lanes)
+    facts = synthesizer.info()
+    logger.info("loaded in %.1f s: %s, %d lanes", time.monotonic() - begun, facts["kind"], facts["lanes"])
+    logger.info("frames are made by the %s, on %s in %s", facts["engine"], facts["device"], facts["dtype"])
     if synthesizer.noise:
         logger.warning(NOISE)
     return synthesizer
@@ -59,7 +65,7 @@ def noise_checkpoint() -> Path:
     """
     maker = importlib.import_module("backend.make_checkpoint")
     digest = hashlib.sha256(Path(str(maker.__file__)).read_bytes()).hexdigest()[:8]
-    home = platformdirs.user_cache_path("qwen3-tts", appauthor=False) / f"tiny-custom_voice-{digest}"
+    home = _cache() / f"tiny-custom_voice-{digest}"
     if not home.exists():
         logger.info("no model named: making a small random checkpoint in %s", home)
         try:
@@ -69,3 +75,12 @@ def noise_checkpoint() -> Path:
             if not home.exists():
                 raise
     return home
+
+
+def _keep_compiled_kernels() -> None:
+    """Have Triton keep what it compiles beside our other files, from run to run; `TRITON_CACHE_DIR` wins."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(_cache() / "triton"))
+
+
+def _cache() -> Path:
+    return platformdirs.user_cache_path("qwen3-tts", appauthor=False)

@@ -17,11 +17,13 @@ def router(synthesizer: Synthesizer) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", **synthesizer.info()}
+        facts = synthesizer.info()
+        return {"status": "ok" if facts["healthy"] else "broken", **facts}
 
     @routes.get("/ready")
     async def ready(request: Request) -> Response:
-        is_ready = bool(request.app.state.ready) and synthesizer.info()["running"]
+        facts = synthesizer.info()
+        is_ready = bool(request.app.state.ready) and facts["running"] and facts["healthy"]
         return AsciiJSONResponse({"ready": is_ready}, status_code=200 if is_ready else 503)
 
     return routes

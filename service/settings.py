@@ -31,7 +31,8 @@ class Settings(BaseSettings):
     revision: str | None = None
     offline: bool = False
     device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] | None = None
+    engine: Literal["auto", "kernel", "twin"] = "auto"  # auto: the kernel where it can run
+    dtype: Literal["float32", "bfloat16", "q8_0"] | None = None
     lanes: int = Field(default=4, ge=1)
     seed: int | None = Field(default=None, ge=0)
     lead_seconds: float = Field(default=10.0, gt=0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from backend.checkpoint import CODEC_FILE, Checkpoint, tensor_table
 from backend.codec import Codec
 from backend.config import CodecConfig, ModelConfig
 from backend.random_weights import DEAD_ENTRY, random_values
+from tests.megakernel.recording import recorded_on_cpu
 from tests.reference import qwen_tts
 from tests.released import codec_config, write_configs
 
@@ -420,3 +422,100 @@ def test_lanes_of_the_released_codec_are_the_same_bits_in_company(tmp_path) -> N
     pair = random_pair(write_configs(tmp_path, codec=codec_config()))
     for frames in (1, 2, 4, 8):
         assert_company_changes_nothing(pair, frames, [[4, 0], [1, 2, 3], [0, 1, 2, 3, 4]])
+
+
+# Captured.
+
+
+@pytest.fixture(params=["padded", "recorded"])
+def capturing(request) -> Iterator[None]:
+    """Steps on the ladder's buffers: called on them, and recorded and replayed as on a GPU."""
+    with recorded_on_cpu() if request.param == "recorded" else nullcontext():
+        yield
+
+
+def captured(pair: Pair, lanes: int = 1) -> Codec:
+    """Every lane poisoned, also the spare one: whatever it holds, nobody hears it."""
+    codec = Codec(pair.config, pair.read, lanes, captured=True)
+    poison(codec)
+    return codec
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("splits", [[1, 2, 4, 8, 8, 8, 8], [3, 5, 7, 9, 20], []])
+def test_steps_on_the_ladder_make_the_same_samples(tiny_pair, whole, splits) -> None:
+    """In any split: what is on no rung goes in pieces."""
+    codes, expected = whole
+    codec = captured(tiny_pair, 3)
+    codec.reset(1)
+    assert_near(stream(codec, codes, splits, lane=1), expected, tiny_pair.config)
+    assert codec.position == [12345, FRAMES, 12345]
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("company", [[2], [0, 4], [3, 0, 1], [4, 2, 0, 3, 1]])
+def test_lanes_that_fill_a_rung_up_change_nobody(tiny_pair, company) -> None:
+    codec, plain = captured(tiny_pair, 5), tiny_pair.codec(5)
+    idle = [lane for lane in range(5) if lane not in company]
+    for lane in company:
+        codec.reset(lane)
+    for number, frames in enumerate((1, 4, 2)):
+        codes = random_codes(len(company), frames, tiny_pair.config, seed=number)
+        before = histories(codec, idle)
+        assert_near(codec.decode(codes, company), plain.decode(codes, company), tiny_pair.config)
+        assert_untouched(codec, idle, before)
+    for mine, theirs in zip(codec.histories.tensors, plain.histories.tensors, strict=True):
+        torch.testing.assert_close(mine[company], theirs[company], atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("capturing")
+def test_more_lanes_than_a_rung_go_in_parts(tiny_pair, monkeypatch) -> None:
+    monkeypatch.setattr("backend.codec.LANE_RUNGS", (1, 2))
+    codec, codes = captured(tiny_pair, 5), random_codes(5, 3, tiny_pair.config)
+    assert codec.ladder is not None and codec.ladder.sizes[-1] == (8, 2)
+    codec.rebuild()
+    assert_near(codec.decode(codes, [4, 1, 0, 2, 3]), tiny_pair.codec(5).decode(codes, [0, 1, 2, 3, 4]), codec.config)
+    assert codec.position == [3] * 5
+
+
+@pytest.mark.parametrize(
+    ("lanes", "rungs"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (16, [1, 2, 4, 8, 16]), (20, [1, 2, 4, 8, 16])]
+)
+def test_the_ladder_goes_up_to_the_lanes(tiny_pair, lanes, rungs) -> None:
+    codec = Codec(tiny_pair.config, tiny_pair.read, lanes, captured=True)
+    assert codec.ladder is not None
+    assert codec.ladder.sizes == [(frames, rung) for frames in (1, 2, 4, 8) for rung in rungs]
+    assert tiny_pair.codec(lanes).ladder is None, "without a GPU nothing is padded"
+
+
+def test_warming_up_captures_every_rung_and_leaves_every_lane_alone(tiny_pair) -> None:
+    with recorded_on_cpu() as recorder:
+        codec, said = captured(tiny_pair, 3), []
+        before = histories(codec, [0, 1, 2])
+        codec.warm_up(said.append)
+        assert_untouched(codec, [0, 1, 2], before)
+        assert len(said) == len(set(said)) == recorder.recorded == 12 and said[0] == "codec: 8 frames of 4 lanes"
+        codec.decode(random_codes(3, 15, tiny_pair.config), [0, 1, 2])
+        assert (recorder.recorded, recorder.replayed) == (12, 4), "a step was not captured beforehand"
+    plain = tiny_pair.codec()
+    plain.warm_up(said.append)
+    assert len(said) == 12
+
+
+@pytest.mark.parametrize("end", [-1, 64, 2150])
+def test_a_frame_of_codes_outside_the_codebook_changes_nothing_before_it(tiny_pair, end) -> None:
+    codes = random_codes(1, 4, tiny_pair.config)
+    ended = codes.clone()
+    ended[0, 3, 0] = end
+    samples = tiny_pair.codec().decode(ended, [0])
+    assert samples.isfinite().all()
+    border = 3 * tiny_pair.config.samples_per_frame
+    assert torch.equal(samples[:, :border], tiny_pair.codec().decode(codes, [0])[:, :border])
+
+
+def test_rebuilt_every_lane_starts_afresh(tiny_pair) -> None:
+    codes, codec = random_codes(2, 15, tiny_pair.config), tiny_pair.codec(2)
+    expected = codec.decode(codes, [0, 1])
+    poison(codec)
+    codec.rebuild()
+    assert torch.equal(codec.decode(codes, [0, 1]), expected)

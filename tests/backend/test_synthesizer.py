@@ -8,13 +8,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from backend import Chunk, EngineError, RequestError, Sampling, SpeechRequest, Synthesizer, Utterance, Voice
-from megakernel import CacheFullError
+from backend import (
+    Chunk,
+    EngineError,
+    RequestError,
+    Sampling,
+    SpeechRequest,
+    Synthesizer,
+    Utterance,
+    Voice,
+    make_checkpoint,
+)
+from backend.codec import Codec
+from megakernel import CacheFullError, KernelFaultError
 
 TEXT = "It was the best of times, it was the worst of times."
 SHORT = Sampling(max_frames=20)
@@ -74,12 +86,33 @@ def test_a_seed_is_drawn_and_told(synthesizer: Synthesizer) -> None:
     assert drawn.seed != synthesizer.open(request(seed=None)).seed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_company_changes_neither_codes_nor_samples(tiny, dtype: str) -> None:
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint whose widths are whole blocks of 8-bit weights."""
+    talker, predictor = make_checkpoint._talker_widths, make_checkpoint._predictor_config
+    with pytest.MonkeyPatch.context() as patch:
+        widths = {"hidden_size": 96, "intermediate_size": 224}
+        patch.setattr(make_checkpoint, "_talker_widths", lambda preset: talker(preset) | widths)
+        narrower = {"hidden_size": 64, "intermediate_size": 160}
+        patch.setattr(make_checkpoint, "_predictor_config", lambda *args: predictor(*args) | narrower)
+        return make_checkpoint.make_checkpoint(tmp_path_factory.mktemp("blocks") / "checkpoint", "tiny")
+
+
+def test_widths_that_8_bits_cannot_hold_are_refused(tiny) -> None:
+    with pytest.raises(RequestError, match=r"talker\.hidden is 72: q8_0 needs a multiple of 32") as error:
+        Synthesizer.from_pretrained(tiny("custom_voice"), dtype="q8_0")
+    assert error.value.param == "dtype"
+    with pytest.raises(RequestError, match="'int3' is not one of float32, bfloat16, q8_0"):
+        Synthesizer.from_pretrained(tiny("custom_voice"), dtype="int3")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
+def test_company_changes_neither_codes_nor_samples(blocks: Path, dtype: str) -> None:
     requests = [request(TEXT[: 10 + 5 * i], seed=i, sampling=Sampling(max_frames=10 + 3 * i)) for i in range(7)]
-    with Synthesizer.from_pretrained(tiny("custom_voice"), dtype=dtype, lanes=1) as one:
+    with Synthesizer.from_pretrained(blocks, dtype=dtype, lanes=1) as one:
         alone = [list(one.stream(item)) for item in requests]
-    with Synthesizer.from_pretrained(tiny("custom_voice"), dtype=dtype, lanes=3) as three:
+    with Synthesizer.from_pretrained(blocks, dtype=dtype, lanes=3) as three:
+        assert three.info()["dtype"] == dtype
         together = [list(utterance) for utterance in [three.open(item) for item in requests]]
     for number, (expected, got) in enumerate(zip(alone, together, strict=True)):
         assert np.array_equal(codes_of(expected), codes_of(got)), f"utterance {number} has other codes in company"
@@ -453,7 +486,7 @@ def test_everything_is_computed_on_one_thread(tiny, monkeypatch) -> None:
 
         return watch
 
-    for name in ("pack_decoder", "Decoder", "TextTable", "Codec"):
+    for name in ("make_decoder", "TextTable", "Codec"):
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
     with Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1) as synthesizer:
         for owner, name in ((synthesizer.decoder, "prefill"), (synthesizer.decoder, "step")):
@@ -466,14 +499,72 @@ def test_everything_is_computed_on_one_thread(tiny, monkeypatch) -> None:
 def test_loading_that_fails_raises_where_it_was_asked_for(tiny, monkeypatch) -> None:
     from backend import synthesizer as module
 
-    def broken(*_args):
+    def broken(*_args, **_options):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(module, "pack_decoder", broken)
+    monkeypatch.setattr(module, "make_decoder", broken)
     before = threading.active_count()
     with pytest.raises(MemoryError, match="no room"):
         Synthesizer.from_pretrained(tiny("custom_voice"))
     assert threading.active_count() == before
+
+
+def test_everything_is_warm_before_a_synthesizer_is_there(tiny, monkeypatch) -> None:
+    from megakernel import Decoder
+
+    order: list[str] = []
+    monkeypatch.setattr(Decoder, "warm_up", lambda _, progress: progress("a frame") or order.append("decoder"))
+    monkeypatch.setattr(Codec, "warm_up", lambda _, progress: progress("a chunk") or order.append("codec"))
+    with Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1) as synthesizer:
+        order.append("there")
+        assert list(synthesizer.stream(request(sampling=Sampling(max_frames=1))))
+    assert order == ["decoder", "codec", "there"]
+
+
+def test_a_fault_while_warming_up_is_raised_where_the_synthesizer_was_asked_for(tiny, monkeypatch) -> None:
+    from megakernel import Decoder
+
+    monkeypatch.setattr(Decoder, "fault", torch.ones(1, dtype=torch.int32))
+
+    def check(_, fault: int) -> None:
+        assert fault == 1
+        raise KernelFaultError("talk")
+
+    monkeypatch.setattr(Decoder, "check", check)
+    before = threading.active_count()
+    with pytest.raises(EngineError, match=r"warming up: .* stage talk"):
+        Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("engine", "words"), [("kernel", "cannot run here"), ("fast", "auto, kernel, twin")])
+def test_an_engine_that_is_not_there_is_refused_before_anything_is_loaded(
+    tiny, monkeypatch, engine: str, words: str
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # in which the kernel runs anywhere
+    before = threading.active_count()
+    with pytest.raises(RequestError, match=words) as caught:
+        Synthesizer.from_pretrained(tiny("custom_voice"), engine=engine)
+    assert caught.value.param == "engine"
+    assert threading.active_count() == before
+
+
+def test_the_engine_is_the_one_that_was_asked_for(tiny, monkeypatch) -> None:
+    from backend import synthesizer as module
+
+    asked: list[str] = []
+    make = module.make_decoder
+
+    def spy(*args, engine: str, **options):
+        asked.append(engine)
+        return make(*args, engine="twin", **options)
+
+    monkeypatch.setattr(module, "make_decoder", spy)
+    monkeypatch.setattr(module, "choose_engine", lambda engine, device: {"auto": "kernel"}.get(engine, engine))
+    for engine in ("auto", "twin"):
+        with Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1, engine=engine):
+            pass
+    assert asked == ["kernel", "twin"]
 
 
 def test_polling_with_a_listener(synthesizer: Synthesizer) -> None:
@@ -516,5 +607,6 @@ def test_info_is_plain_and_says_that_the_voice_is_noise(synthesizer: Synthesizer
     assert info["engine"] == "twin"
     assert info["lanes"] == 3
     assert info["running"] is True
+    assert info["healthy"] is True and info["fault"] is None
     assert info["model"] == synthesizer.checkpoint.directory.name
     assert info["sample_rate"] == 24000

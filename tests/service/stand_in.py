@@ -52,6 +52,7 @@ class StandIn:
         self.freed: queue.Queue[Utterance] = queue.Queue()
         self.texts: list[HeardText] = []
         self.closed = False
+        self.fault: str | None = None
         self.on_open: Callable[[Utterance], None] = lambda utterance: None
 
     def open(self, request: SpeechRequest, lead: float | None = None) -> Utterance:
@@ -85,6 +86,8 @@ class StandIn:
             "voice_is_noise": True,
             "voices": self.voices,
             "running": not self.closed,
+            "healthy": self.fault is None,
+            "fault": self.fault,
         }
 
     def close(self) -> None:

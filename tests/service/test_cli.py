@@ -169,6 +169,9 @@ def test_interrupt_ends_it_with_one_line(tiny: Path):
         (["say", TEXT, "--text-mode", "backwards"], 2, "whole"),
         (["say", TEXT, "--format", "mp3"], 2, "wav"),
         (["say", TEXT, "--dtype", "int4"], 2, "bfloat16"),
+        (["say", TEXT, "--engine", "fast"], 2, "engine"),
+        (["say", TEXT, "--engine", "kernel"], 2, "cannot run here"),
+        (["serve", "--engine", "fast"], 2, "'auto', 'kernel' or 'twin'"),
         (["say", TEXT, "--live"], 2, "TEXT"),
         (["say", TEXT, "-o", "/nowhere/at/all.wav", "--max-frames", "1"], 1, "/nowhere"),
         (["say", TEXT, "--model", "/nowhere/at/all"], 1, "/nowhere"),
@@ -213,7 +216,9 @@ def test_info_is_a_table_or_json(engine: Synthesizer, tiny: Path):
     done = runner.invoke(app, ["info", "--model", str(tiny), "--json"])
     facts = json.loads(done.stdout)
     assert facts["voices"] == engine.voices and facts["voice_is_noise"] is True
-    assert set(facts) == set(engine.info())
+    assert set(facts) == set(engine.info()) and (facts["engine"], facts["healthy"]) == ("twin", True)
+    assert json.loads(runner.invoke(app, ["info", "--model", str(tiny), "--json", "--engine", "twin"]).stdout) == facts
+    assert runner.invoke(app, ["info", "--model", str(tiny), "--engine", "kernel"]).exit_code == 2
     table = runner.invoke(app, ["info", "--model", str(tiny)]).stdout
     assert all(voice in table for voice in engine.voices)
 

@@ -36,3 +36,11 @@ def test_loopback_needs_none(host: str):
 
 def test_the_key_is_not_shown():
     assert "secret" not in repr(Settings(api_key="secret"))
+
+
+def test_the_engine_is_one_of_three(monkeypatch: pytest.MonkeyPatch):
+    assert Settings().engine == "auto"
+    monkeypatch.setenv("QWEN3_TTS_ENGINE", "twin")
+    assert Settings().engine == "twin"
+    with pytest.raises(ValidationError, match="'auto', 'kernel' or 'twin'"):
+        Settings(engine="fast")  # type: ignore[arg-type]
