@@ -1,7 +1,7 @@
 """What a figure was measured on: machine, software, commit, who else was busy, and what the machine can do.
 
 The ceilings are measured in the same run as the figures: bytes read a second from memory, and multiplications
-and additions a second in a matrix product. Knows nothing of the model.
+and additions a second in a matrix product. Knows nothing of the model. Settings of a GPU are read, never set.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +26,18 @@ RESULTS = Path("benchmarks") / "results"
 BUFFER_BYTES = 1 << 30  # several times a large last-level cache
 WATCH_SECONDS = 1.0
 BUSY = 0.1  # share of the machine from which others' work spoils a figure
+
+# What nvidia-smi is asked for, and the name of the answer in a record.
+GPU_STATE = {
+    "driver_version": "driver",
+    "clocks.sm": "sm_clock_mhz",
+    "clocks.max.sm": "sm_clock_limit_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "clocks.max.mem": "memory_clock_limit_mhz",
+    "power.limit": "power_limit_watts",
+    "temperature.gpu": "celsius",
+    "utilization.gpu": "utilization_percent",
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,8 @@ class Busy:
 
     def _now(self) -> tuple[float, float, float]:
         """Seconds: of the clock, of all processes (and of other guests of the host), of this one and its children."""
+        import psutil  # a run on a GPU does without it
+
         system, own = psutil.cpu_times(), os.times()
         idle = system.idle + getattr(system, "iowait", 0.0)
         guests = getattr(system, "guest", 0.0) + getattr(system, "guest_nice", 0.0)  # counted in user and nice too
@@ -119,7 +133,72 @@ class Conditions:
             self.warn(f"WARNING: other processes took {share:.0%} of the machine {when} the run: not for the record")
 
 
+class GpuConditions:
+    """The conditions of a run on a GPU: ``machine`` is what that can do, measured before; ``parity`` and other
+    ``facts`` about the run are recorded beside them. On a CPU, for dry runs, what concerns the GPU is left out.
+    """
+
+    def __init__(self, machine: Machine, device: torch.device, **facts: Any) -> None:
+        self.machine, self.device, self.facts = machine, device, facts
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **commit(),
+            **software(),
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            **gpu(self.device),
+            **asdict(self.machine),
+            **{name: value for name, value in self.facts.items() if value is not None},
+        }
+
+
+def gpu(device: torch.device) -> dict[str, Any]:
+    """The device, its driver and the state of its clocks now."""
+    if device.type != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "gpu_memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "triton": version("triton"),
+        **gpu_state(f"GPU-{properties.uuid}"),
+    }
+
+
+def gpu_state(which: str) -> dict[str, Any]:
+    """What nvidia-smi tells of the device of that identifier; nothing where it cannot be asked."""
+    query = [f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader,nounits", f"--id={which}"]
+    try:
+        done = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    answers = [answer.strip() for answer in done.stdout.strip().split(",")]
+    return dict(zip(GPU_STATE.values(), map(_number, answers), strict=False))
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # a version, or a state that this device does not have
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def hardware() -> dict[str, Any]:
+    import psutil
+
     return {
         "machine": platform.machine(),
         "cpu": cpu_model(),

@@ -115,7 +115,7 @@ def time_codec(synthesizer: Synthesizer, lanes: list[int], sizes: list[int], rep
 
 
 def add_frames(result: Report, synthesizer: Synthesizer, lanes: int, frames: int) -> None:
-    floors = Floors(synthesizer.checkpoint, synthesizer.dtype)
+    floors = Floors.of(synthesizer.checkpoint, synthesizer.dtype)
     where = setting(synthesizer, lanes=lanes)
     result.title(**where)
     times = synthesizer.call(lambda: time_frames(synthesizer, list(range(lanes)), frames))
@@ -134,7 +134,7 @@ def _add_rates(result: Report, seconds: list[float], floor: float, where: dict[s
 
 
 def add_codec(result: Report, synthesizer: Synthesizer, lanes: int, sizes: list[int], repeats: int) -> None:
-    floors = Floors(synthesizer.checkpoint, synthesizer.dtype)
+    floors = Floors.of(synthesizer.checkpoint, synthesizer.dtype)
     times = synthesizer.call(lambda: time_codec(synthesizer, list(range(lanes)), sizes, repeats))
     for size, seconds in times.items():
         ceiling = floors.codec(size, lanes).ceiling(result.machine)

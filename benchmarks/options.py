@@ -12,7 +12,6 @@ import logging
 from pathlib import Path
 from typing import Any, get_args
 
-import platformdirs
 from tqdm import tqdm
 
 from backend import Sampling, SpeechRequest, Synthesizer
@@ -68,6 +67,8 @@ def checkpoint_directory(options: argparse.Namespace) -> Path:
 
 
 def made_checkpoint(preset: Preset) -> Path:
+    import platformdirs  # only who keeps a checkpoint needs it
+
     directory = platformdirs.user_cache_path("qwen3-tts", appauthor=False) / "benchmarks" / preset
     if not directory.is_dir():
         with tqdm(desc=f"making {directory}", unit="B", unit_scale=True) as bar:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,12 +26,12 @@ from backend.cloning import import_qwen_tts
 from backend.synthesizer import RAMP
 from benchmarks.floors import MILLISECONDS, Floors, Work
 from benchmarks.options import TEXT, checkpoint_directory, parser, prompt_positions, report, setting, speech_request
+from benchmarks.peer import SEEDS, Run, silence, whole_run
 from benchmarks.report import Ceiling, Figure, Report
 
 QUESTION = "how much faster than qwen-tts on the same checkpoint, text, machine and dtype?"
 LEFT_CONTEXT = 25  # frames that qwen-tts decodes again before each chunk
 SIZES = (1, 2, 4, 8)
-SEEDS = 40  # random weights may end an utterance at any frame; another seed ends it elsewhere
 
 
 @dataclass
@@ -52,14 +50,6 @@ class Marks:
 
     def _codec_within(self, start: float, end: float) -> float:
         return sum(stop - begin for begin, stop in self.codec if start <= begin and stop <= end)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One utterance: seconds of each frame, and from the request to the first samples."""
-
-    frame_seconds: list[float]
-    first_audio: float
 
 
 class Ours:
@@ -121,23 +111,6 @@ class Theirs:
         return self.model.model.speech_tokenizer.model.decoder
 
 
-@contextmanager
-def silence() -> Iterator[None]:
-    """Nothing reaches the terminal, not from libraries beneath Python either: one of them lists a vocabulary."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    kept = [(number, os.dup(number)) for number in (1, 2)]
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        for number, _ in kept:
-            os.dup2(nowhere.fileno(), number)
-        try:
-            yield
-        finally:
-            for number, copy in kept:
-                os.dup2(copy, number)
-                os.close(copy)
-
-
 def _then(function: Callable[..., Any], mark: Callable[[float], None]) -> Callable[..., Any]:
     """``function``, after which ``mark`` is told when it started."""
 
@@ -148,15 +121,6 @@ def _then(function: Callable[..., Any], mark: Callable[[float], None]) -> Callab
         return result
 
     return marked
-
-
-def whole_run(speaker: Ours | Theirs, frames: int, seed: int) -> Run:
-    """The first utterance, from ``seed`` on, that lasts for all of ``frames``."""
-    for attempt in range(seed, seed + SEEDS):
-        run = speaker.speak(attempt, frames)
-        if len(run.frame_seconds) >= frames:
-            return run
-    raise SystemExit(f"{speaker.name}: none of {SEEDS} seeds speaks {frames} frames; ask for fewer with --frames")
 
 
 def take_turns(ours: Ours, theirs: Theirs, frames: int, runs: int) -> tuple[list[Run], list[Run]]:
@@ -180,7 +144,7 @@ def add_runs(result: Report, ours: Ours, theirs: Theirs, given: argparse.Namespa
     where = setting(synthesizer, lanes=1, frames=given.frames, runs=given.runs)
     result.title(**where)
     runs = take_turns(ours, theirs, given.frames, given.runs)
-    floors = Floors(synthesizer.checkpoint, synthesizer.dtype)
+    floors = Floors.of(synthesizer.checkpoint, synthesizer.dtype)
     frames = [[s * MILLISECONDS for run in side for s in run.frame_seconds] for side in runs]
     figures = add_pair(result, "frame", frames, floors.frame().ceiling(result.machine), where)
     first = [[run.first_audio * MILLISECONDS for run in side] for side in runs]
@@ -241,7 +205,7 @@ def _seconds(work: Callable[[torch.Tensor], Any], value: torch.Tensor) -> float:
 def add_codec(result: Report, ours: Ours, theirs: Theirs, given: argparse.Namespace) -> None:
     """Milliseconds a frame of both: for each chunk size once the left context is full, and for a whole utterance."""
     where = setting(ours.synthesizer, lanes=1, left_context=LEFT_CONTEXT)
-    floors, on_thread = Floors(ours.synthesizer.checkpoint, ours.synthesizer.dtype), ours.synthesizer.call
+    floors, on_thread = Floors.of(ours.synthesizer.checkpoint, ours.synthesizer.dtype), ours.synthesizer.call
     for size in SIZES:
         chunks = [size] * (1 + given.chunks)
         sides = on_thread(lambda chunks=chunks: time_chunks(ours, theirs, chunks, before=LEFT_CONTEXT))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,20 +61,37 @@ class Figure:
         return " ".join(parts)
 
 
+class Measured(Protocol):
+    """The conditions of a run: what its machine can do, and a record of it all, made after the run."""
+
+    machine: Machine
+
+    def record(self) -> dict[str, Any]: ...
+
+
 class Report:
     """Collects the figures of one benchmark; on leaving without an error it appends them to ``out``.
 
-    ``out`` None is ``benchmarks/results/<benchmark>.jsonl``; ``dry`` writes nothing.
+    ``out`` None is ``benchmarks/results/<benchmark>.jsonl``; ``dry`` writes nothing; ``conditions`` None are
+    measured on entering.
     """
 
-    def __init__(self, benchmark: str, question: str, out: Path | None = None, dry: bool = False) -> None:
-        self.benchmark, self.question, self.dry = benchmark, question, dry
+    def __init__(
+        self,
+        benchmark: str,
+        question: str,
+        out: Path | None = None,
+        dry: bool = False,
+        conditions: Measured | None = None,
+    ) -> None:
+        self.benchmark, self.question, self.dry, self._given = benchmark, question, dry, conditions
         self.out = out or ROOT / RESULTS / f"{benchmark}.jsonl"
         self.figures: list[Figure] = []
+        self._written = 0
 
     def __enter__(self) -> Report:
         print(f"{self.benchmark}: {self.question}")
-        self.conditions = Conditions()
+        self.conditions: Measured = self._given or Conditions()
         print(_speed(self.machine))
         return self
 
@@ -104,6 +121,20 @@ class Report:
 
     def lines(self) -> list[dict[str, Any]]:
         """The figures as the records that are written."""
+        return self._lines(self.figures)
+
+    def write(self) -> None:
+        """Append the figures that have not been written yet."""
+        lines = self._lines(self.figures[self._written :])
+        if self.dry or not lines:
+            return
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        self._written = len(self.figures)
+        print(f"appended {len(lines)} lines to {self.out}")
+
+    def _lines(self, figures: Sequence[Figure]) -> list[dict[str, Any]]:
         conditions = self.conditions.record()
         return [
             {
@@ -117,17 +148,8 @@ class Report:
                 "setting": figure.setting,
                 "conditions": conditions,
             }
-            for figure in self.figures
+            for figure in figures
         ]
-
-    def write(self) -> None:
-        lines = self.lines()
-        if self.dry:
-            return
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        with self.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-        print(f"appended {len(lines)} lines to {self.out}")
 
     def _add(self, figure: Figure) -> Figure:
         self.figures.append(figure)

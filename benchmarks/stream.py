@@ -136,7 +136,7 @@ def add_memory(result: Report, resident: list[int], where: dict[str, Any]) -> No
 
 def ceilings(result: Report, synthesizer: Synthesizer, lanes: int) -> dict[str, Ceiling]:
     """Floors for ``lanes`` listeners."""
-    machine, floors = result.machine, Floors(synthesizer.checkpoint, synthesizer.dtype)
+    machine, floors = result.machine, Floors.of(synthesizer.checkpoint, synthesizer.dtype)
     first = floors.first_audio(prompt_positions(synthesizer), machine)
     largest = max(RAMP)
     frame = floors.frame(lanes).seconds(machine) + floors.codec(largest, lanes).seconds(machine) / largest

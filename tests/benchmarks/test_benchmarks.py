@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,7 +262,8 @@ def test_bytes_of_a_frame_of_the_released_shapes(tmp_path: Path, size: str, talk
     """
     write_configs(tmp_path, model_config(size), codec_config())
     config = ModelConfig.read(tmp_path)
-    floors = Floors(SimpleNamespace(table=tensor_table(config), config=config), "bfloat16")  # type: ignore[arg-type]
+    shapes = {name: entry.shape for name, entry in tensor_table(config).items()}
+    floors = Floors(shapes, config.spec, "bfloat16")
     assert floors.parts()["talker"].reads / 1e9 == pytest.approx(talker, abs=0.01)
     assert floors.frame().reads / 1e9 == pytest.approx(whole, abs=0.01)
     assert floors.frame(4).reads == floors.frame().reads
@@ -278,7 +278,7 @@ def test_operations_of_the_codec_are_those_that_qwen_tts_makes(tiny) -> None:
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         decoder(torch.zeros(1, 16, frames, dtype=torch.int64))
     counted = counter.get_total_flops()
-    ours = Floors(Checkpoint(directory), "float32").codec(frames).operations
+    ours = Floors.of(Checkpoint(directory), "float32").codec(frames).operations
     assert 0.9 * counted < ours <= counted, "attention and the codebooks' projections are all that may be missing"
 
 
