@@ -28,30 +28,30 @@ _MEET = tl.constexpr(
     .reg .pred p;
     .reg .b32 r<4>;
     .reg .b64 t<3>;
-    mov.b32 $0, 0;
     mov.u32 r0, %tid.x;
     setp.ne.u32 p, r0, 0;
     @p bra LEAVE;
-    ld.relaxed.gpu.global.u32 r2, [$1 + 128];
+    ld.relaxed.gpu.global.u32 r2, [$1 + FAULT];
     setp.ne.u32 p, r2, 0;
     @p bra LEAVE;
     atom.acq_rel.gpu.global.add.u32 r0, [$1], $2;
     mov.u64 t0, %globaltimer;
-    add.u64 t0, t0, 500000000;
+    add.u64 t0, t0, PATIENCE;
     POLL:
     ld.acquire.gpu.global.u32 r1, [$1];
     xor.b32 r1, r1, r0;
     setp.lt.s32 p, r1, 0;
     @p bra LEAVE;
-    ld.relaxed.gpu.global.u32 r2, [$1 + 128];
+    ld.relaxed.gpu.global.u32 r2, [$1 + FAULT];
     setp.ne.u32 p, r2, 0;
     @p bra LEAVE;
     mov.u64 t1, %globaltimer;
     setp.lt.u64 p, t1, t0;
     @p bra POLL;
-    atom.relaxed.gpu.global.cas.b32 r3, [$1 + 128], 0, $3;
+    atom.relaxed.gpu.global.cas.b32 r3, [$1 + FAULT], 0, $3;
     LEAVE:
-    }"""
+    mov.b32 $0, 0;
+    }""".replace("PATIENCE", str(PATIENCE)).replace("FAULT", str(4 * FAULT))
 )
 
 

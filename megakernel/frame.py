@@ -6,6 +6,7 @@ somebody asks for them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,14 @@ from megakernel.barrier import FAULT, STAGES, SYNC_WORDS
 from megakernel.decoder import Decoder
 from megakernel.drawing import DRAW_WORDS
 from megakernel.errors import KernelFaultError
+from megakernel.graphs import Recorder
 from megakernel.kernel import CachePointers, Scratch, Utterances, frame_kernel
 from megakernel.packed import PackedDecoder
 from megakernel.plan import FrameShape, Launch, plan_launch, shape_frame
 from megakernel.sampling import DrawParams, DrawTable
 from megakernel.weights import DecoderWeights
+
+logger = logging.getLogger(__name__)
 
 _CONTROL = 1  # word of control before the lanes': the active ones as bits
 _SENT = 8  # frames whose control words may be under way at a time
@@ -49,6 +53,7 @@ class KernelDecoder(Decoder):
         self.caches = self._cache_pointers()
         self.controls = _Controls(_CONTROL + 3 * lanes, weights.device)
         self.fault = self.scratch.sync[FAULT : FAULT + 1]
+        self.frame: Callable[[], Tensor] = self._run_frame
 
     def begin(
         self,
@@ -62,7 +67,7 @@ class KernelDecoder(Decoder):
         state = self.state
         self.utterances.seed[lane] = state.seed[lane]
         words = [_draw_words(table, lane) for table in (state.talker_draw, state.predictor_draw)]
-        self.utterances.draws[lane] = torch.tensor(words)
+        self.utterances.draws[lane] = torch.tensor(words).to(self.weights.device, non_blocking=True)
 
     @torch.inference_mode()
     def prefill(self, lane: int, embeddings: Tensor) -> None:
@@ -86,13 +91,13 @@ class KernelDecoder(Decoder):
         u.text[:count].copy_(text)
         if forced is not None:
             u.forced[:count].copy_(forced)
-        self.run()
+        codes = self.frame()
         if forced is not None:
             u.forced.fill_(-1)
         for lane in lanes:
             self.state.length[lane] += 1
             self.state.frame[lane] += 1
-        return u.codes[:count].clone()
+        return codes[:count].clone()
 
     def run(self, talker: bool = True, predictor: bool = True) -> None:
         """Launch the kernel, or one of its halves, on what `Utterances` hold."""
@@ -110,6 +115,10 @@ class KernelDecoder(Decoder):
             **cooperative,
         )
 
+    def _run_frame(self) -> Tensor:
+        self.run()
+        return self.utterances.codes
+
     def check(self, fault: int) -> None:
         if fault:
             raise KernelFaultError(STAGES[fault - 1])
@@ -119,12 +128,16 @@ class KernelDecoder(Decoder):
         super().rebuild()
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
-        """Compile the kernel (or find it in the cache) with a frame of no lanes, and whatever prefill wants."""
+        """Compile the kernel (or find it in the cache) with a frame of no lanes, and capture its launch."""
         super().warm_up(progress)
         if progress is not None:
             progress("frame kernel")
         self.controls.send(self._control_words([]), self.utterances.control)
-        self.run()
+        self._run_frame()
+        try:
+            self.frame = Recorder(self.weights.device)(self._run_frame, ())
+        except RuntimeError as error:  # not every driver captures a cooperative launch; it only saves the host's time
+            logger.warning("frames are launched one by one: their launch could not be captured (%s)", error)
 
     def _control_words(self, lanes: list[int]) -> list[int]:
         count, state = self.state.lanes, self.state
@@ -201,5 +214,6 @@ class _Controls:
 
 
 def _draw_words(table: DrawTable, lane: int) -> list[float]:
-    cut = 1.0 - float(table.top_p[lane])
-    return [float(table.temperature[lane]), float(table.top_k[lane]), cut, float(table.stochastic[lane])]
+    """What `megakernel.drawing.draw` reads of a lane's parameters."""
+    params = table.params[lane]
+    return [params.temperature, float(table.kept(params)), 1.0 - params.top_p, 0.0 if params.greedy else 1.0]

@@ -35,7 +35,7 @@ class Ladder:
         device: torch.device,
     ) -> None:
         self.title, self.function, self.blank, self.sizes = title, function, blank, sorted(sizes)
-        self.record = _Recorder(device)
+        self.record = Recorder(device)
         self.rungs: dict[Size, _Rung] = {}
 
     def fit(self, *wanted: int) -> Size | None:
@@ -72,13 +72,13 @@ class Ladder:
 class _Rung:
     """The buffers of one size, and what runs on them."""
 
-    def __init__(self, record: _Recorder, function: Callable[..., Tensor], blanks: tuple[Tensor, ...]) -> None:
+    def __init__(self, record: Recorder, function: Callable[..., Tensor], blanks: tuple[Tensor, ...]) -> None:
         self.blanks = blanks
         self.inputs = tuple(blank.clone() for blank in blanks)
         self.run = record(function, self.inputs)
 
 
-class _Recorder:
+class Recorder:
     """Captures on one stream into one pool of memory: graphs that never run at the same time can share both."""
 
     def __init__(self, device: torch.device) -> None:

@@ -81,29 +81,34 @@ def run_stack(early, w, head, head_first, cache, s, start, active, S: tl.constex
     returned.
     """
     P: tl.constexpr = S.programs
+    QKV_ROWS: tl.constexpr = T.qkv
+    O_ROWS: tl.constexpr = T.o
+    UP_ROWS: tl.constexpr = T.up
+    DOWN_ROWS: tl.constexpr = T.down
+    HEAD_ROWS: tl.constexpr = T.head
     tile = early
     for layer in range(T.layers):
         deep = wide(layer)
         project_qkv(tile, w, layer, s.x, s.qkv, active, S, T, POS)
-        output = request(w.o, deep * T.o.count, S, T.o)
+        output = request(w.o, deep * T.o.count, S, O_ROWS)
         meet(s.sync, QKV, P)
         attend(w, layer, s.qkv, cache, cache.cos, cache.sin, start, s.attention, s.weight, active, S, T, POS)
-        announce(w.gate_up, deep * 2 * T.up.count, S, T.up)
-        announce(w.gate_up, deep * 2 * T.up.count + T.up.count, S, T.up)
+        announce(w.gate_up, deep * 2 * T.up.count, S, UP_ROWS)
+        announce(w.gate_up, deep * 2 * T.up.count + T.up.count, S, UP_ROWS)
         meet(s.sync, ATTEND, P)
         project_output(output, w, layer, s.x, s.attention, s.weight, start, active, S, T, POS)
-        gate = request(w.gate_up, deep * 2 * T.up.count, S, T.up)
-        up = request(w.gate_up, deep * 2 * T.up.count + T.up.count, S, T.up)
+        gate = request(w.gate_up, deep * 2 * T.up.count, S, UP_ROWS)
+        up = request(w.gate_up, deep * 2 * T.up.count + T.up.count, S, UP_ROWS)
         meet(s.sync, OUTPUT, P)
         feed_forward_up(gate, up, w, layer, s.x, s.ffn, active, S, T, POS)
-        down = request(w.down, deep * T.down.count, S, T.down)
+        down = request(w.down, deep * T.down.count, S, DOWN_ROWS)
         meet(s.sync, UP, P)
         feed_forward_down(down, w, layer, s.x, s.ffn, active, S, T, POS)
         if T.qkv.early > 0:
             if layer + 1 < T.layers:
-                tile = request(w.qkv, (deep + 1) * T.qkv.count, S, T.qkv)
+                tile = request(w.qkv, (deep + 1) * T.qkv.count, S, QKV_ROWS)
             else:
-                tile = request(head, head_first, S, T.head)
+                tile = request(head, head_first, S, HEAD_ROWS)
         meet(s.sync, DOWN, P)
     return tile
 
@@ -187,7 +192,8 @@ def predict(early, start, group, w, cache, s, u, active, S: tl.constexpr, POS: t
     tile = run_stack(early, w.predictor, heads, row, cache, s, start, active, S, T, POS)
     logits = u.predictor_logits + (group - 1) * T.vocab
     score(tile, heads, row, norm, norm, s.x, logits, (S.groups - 1) * T.vocab, u, active, S, T, POS, False)
-    early = request(w.predictor.qkv, 0, S, T.qkv)
+    QKV_ROWS: tl.constexpr = T.qkv
+    early = request(w.predictor.qkv, 0, S, QKV_ROWS)
     meet(s.sync, SCORE, P)
     for lane in range(tl.program_id(0), S.lanes, P):
         if ((active >> lane) & 1) != 0:
@@ -209,7 +215,8 @@ def frame_kernel(
     active = tl.load(u.control)
     lengths = u.control + 1
     if PREDICTOR:
-        early = request(w.predictor.qkv, 0, S, S.predictor.qkv)
+        FIRST_ROWS: tl.constexpr = S.predictor.qkv
+        early = request(w.predictor.qkv, 0, S, FIRST_ROWS)
         for lane in range(tl.program_id(0), S.lanes, P):
             if ((active >> lane) & 1) != 0:
                 draw_talker(lane, w, s, u, S)
@@ -220,6 +227,7 @@ def frame_kernel(
             early = predict(early, start, group, w, predictor_cache, s, u, active, S, 1)
     if TALKER:
         T: tl.constexpr = S.talker
-        early = request(w.talker.qkv, 0, S, T.qkv)
+        QKV_ROWS: tl.constexpr = T.qkv
+        early = request(w.talker.qkv, 0, S, QKV_ROWS)
         tile = run_stack(early, w.talker, w.head, 0, talker_cache, s, lengths, active, S, T, 1)
         score(tile, w.head, 0, w.talker.norm, w.head_bias, s.x, u.logits, T.vocab, u, active, S, T, 1, True)

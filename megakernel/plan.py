@@ -66,7 +66,7 @@ class Launch:
     dot: bool = False
     tile: int = 32
     chunk: int = 512
-    early: int = 1 << 16
+    early: int = 3 << 15
     ahead: bool = False
     splits: int = 1
     keys: int = 32
@@ -139,7 +139,7 @@ class FrameShape:
 
     def batch(self, positions: int) -> int:
         """How many columns are multiplied at a time when every lane has so many positions."""
-        return min(self.lanes * positions, 16)
+        return min(self.lanes * positions, 16 if self.dot else 2)
 
     def batches(self, positions: int) -> int:
         return self.lanes * positions // self.batch(positions)
@@ -209,7 +209,10 @@ class _Dealer:
         if self.launch.dot:
             share = -(-share // _DOT_ROWS) * _DOT_ROWS
         tile = min(_power_within(share) if self.launch.dot else _power_above(share), self.launch.tile)
-        early = min(self.launch.early // (tile * inputs * matrices * self._bytes()), -(-share // tile))
+        row = inputs * matrices * self._bytes()
+        while tile > _DOT_ROWS and tile * row > self.launch.early > 0:
+            tile //= 2  # so that at least one tile can be requested early
+        early = min(self.launch.early // (tile * row), -(-share // tile))
         chunk = min(_power_within(inputs), self.launch.chunk)
         piece = BLOCK if self.weight_format == "q8_0" else min(chunk, _SLICE)
         return Rows(count, inputs, share, tile, chunk, piece, early)
@@ -227,7 +230,7 @@ class _Dealer:
 def plan_launch(device: torch.device, lanes: int, weight_format: str) -> Launch:
     """The launch for ``lanes`` on ``device``: a program on every multiprocessor, or one in the interpreter."""
     if device.type != "cuda":
-        return Launch(programs=1, warps=4, tile=1 << 16, chunk=1 << 10)
+        return Launch(programs=1, warps=4, tile=1 << 16, chunk=1 << 10, early=1 << 40)
     properties = torch.cuda.get_device_properties(device)
     return launch_for(properties.multi_processor_count, lanes, weight_format)
 
@@ -244,7 +247,7 @@ def variants(launch: Launch) -> list[Launch]:
         {"warps": 16},
         {"warps": 4},
         {"early": 0},
-        {"early": 2 * launch.early},
+        {"early": launch.early // 3},
         {"ahead": True},
         {"early": 0, "ahead": True},
         {"dot": not launch.dot},

@@ -127,11 +127,11 @@ class DrawTable:
             params = replace(params, temperature=1.0, top_p=1.0)
         self.params[lane] = params
         self.temperature[lane] = params.temperature
-        self.top_k[lane] = self._kept(params)
+        self.top_k[lane] = self.kept(params)
         self.top_p[lane] = params.top_p
         self.stochastic[lane] = 0.0 if params.greedy else 1.0
 
-    def _kept(self, params: DrawParams) -> int:
+    def kept(self, params: DrawParams) -> int:
         return self.vocab if params.top_k == NO_LIMIT else min(params.top_k, self.vocab)
 
     def take(self, lanes: list[int], index: Tensor) -> Draw:
@@ -142,7 +142,7 @@ class DrawTable:
             self.top_k[index],
             self.top_p[index],
             self.stochastic[index],
-            largest=0 if all(p.top_k == NO_LIMIT for p in chosen) else max(self._kept(p) for p in chosen),
+            largest=0 if all(p.top_k == NO_LIMIT for p in chosen) else max(self.kept(p) for p in chosen),
             nucleus=any(p.top_p < 1 for p in chosen),
             greedy=all(p.greedy for p in chosen),
         )

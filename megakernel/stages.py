@@ -20,7 +20,7 @@ from megakernel.barrier import INTERPRETED, bring_near, fresh, hold
 @triton.jit
 def wide(n):
     """``n`` as 64 bits: weights and caches have more than 2^31 elements."""
-    return tl.to_tensor(n).to(tl.int64)
+    return tl.cast(n, tl.int64)
 
 
 # weights
@@ -100,9 +100,9 @@ def no_sums(S: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr):
     TILES: tl.constexpr = R.tiles
     for _ in tl.static_range(TILES):
         if S.dot and not S.quantized:
-            sums = sums + (tl.zeros([R.slices, COLS, R.tile], tl.float32),)
+            sums = sums + (tl.full([R.slices, COLS, R.tile], 0.0, tl.float32),)
         else:
-            sums = sums + (tl.zeros([COLS, R.tile], tl.float32),)
+            sums = sums + (tl.full([COLS, R.tile], 0.0, tl.float32),)
     return sums
 
 
@@ -395,8 +395,8 @@ def attend_part(qa, qb, at, keys, values, low, high, T: tl.constexpr):
     d = fresh() + tl.arange(0, half)[None, :]
     full = fresh() + tl.arange(0, T.head_dim)[None, :]
     top = tl.full([qa.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([qa.shape[0]], tl.float32)
-    out = tl.zeros([qa.shape[0], T.head_dim], tl.float32)
+    total = tl.full([qa.shape[0]], 0.0, tl.float32)
+    out = tl.full([qa.shape[0], T.head_dim], 0.0, tl.float32)
     for first in range(low, high, T.keys):
         n = first + tl.arange(0, T.keys)
         there = (n < high)[:, None]
@@ -434,8 +434,8 @@ def load_attention(
             one = tl.load(log_sum + s * COLS * T.heads, mask=s < parts, other=float("-inf"), cache_modifier=".cg")
             top = tl.maximum(top, one)
         top = tl.where(there, top, 0.0)
-        x = tl.zeros(place.shape, tl.float32)
-        total = tl.zeros(place.shape, tl.float32)
+        x = tl.full(place.shape, 0.0, tl.float32)
+        total = tl.full(place.shape, 0.0, tl.float32)
         for s in tl.static_range(SPLITS):
             one = tl.load(log_sum + s * COLS * T.heads, mask=s < parts, other=float("-inf"), cache_modifier=".cg")
             part = tl.load(attention + s * COLS * T.q_width + place, mask=s < parts, other=0.0, cache_modifier=".cg")
@@ -553,29 +553,32 @@ def score(
     R: tl.constexpr = T.head
     CHUNKS: tl.constexpr = R.chunks
     TILES: tl.constexpr = R.tiles
-    lane = columns(0, S, S.lanes)
-    there = is_active(active, lane)
-    row = lane * POS + POS - 1
-    kept = load_all(x, row, there, S, R, S.lanes)
-    scale = norm_scale(kept, x, row, there, T.eps, S, R, S.lanes)
-    sums = no_sums(S, R, S.lanes)
-    for c in tl.static_range(CHUNKS):
-        h = rms_norm(kept, x, c, row, there, scale, norm, S, R, S.lanes)
-        if TALKER:
-            keep_hidden(h, c, lane, there, u, S, T, R)
-        sums = accumulate(sums, early, matrix, first, c, round_input(h, S), S, R)
-    lane = column_numbers(0, S.lanes)
-    for t in tl.static_range(TILES):
-        y = finish(sums[t], S)
-        row, mine = own_rows(t, R)
-        mine = mine & is_active(active, lane)
-        tl.store(logits + lane * stride + row, y, mask=mine & (row < T.vocab))
-        if TALKER and S.projects:
-            mine = mine & (row >= T.vocab)
-            y += tl.load(bias + row - T.vocab, mask=mine, other=0.0)
-            if S.narrow:
-                y = y.to(tl.bfloat16).to(tl.float32)
-            tl.store(u.predictor_input + lane * S.predictor.hidden + row - T.vocab, y, mask=mine)
+    BATCH: tl.constexpr = S.batch(1)
+    BATCHES: tl.constexpr = S.batches(1)
+    for b in tl.static_range(BATCHES):
+        lane = columns(b, S, BATCH)
+        there = is_active(active, lane)
+        row = lane * POS + POS - 1
+        kept = load_all(x, row, there, S, R, BATCH)
+        scale = norm_scale(kept, x, row, there, T.eps, S, R, BATCH)
+        sums = no_sums(S, R, BATCH)
+        for c in tl.static_range(CHUNKS):
+            h = rms_norm(kept, x, c, row, there, scale, norm, S, R, BATCH)
+            if TALKER:
+                keep_hidden(h, c, lane, there, u, S, T, R)
+            sums = accumulate(sums, early, matrix, first, c, round_input(h, S), S, R)
+        lane = column_numbers(b, BATCH)
+        for t in tl.static_range(TILES):
+            y = finish(sums[t], S)
+            row, mine = own_rows(t, R)
+            mine = mine & is_active(active, lane)
+            tl.store(logits + lane * stride + row, y, mask=mine & (row < T.vocab))
+            if TALKER and S.projects:
+                mine = mine & (row >= T.vocab)
+                y += tl.load(bias + row - T.vocab, mask=mine, other=0.0)
+                if S.narrow:
+                    y = y.to(tl.bfloat16).to(tl.float32)
+                tl.store(u.predictor_input + lane * S.predictor.hidden + row - T.vocab, y, mask=mine)
 
 
 @triton.jit

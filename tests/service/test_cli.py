@@ -183,6 +183,7 @@ def test_interrupt_ends_it_with_one_line(tiny: Path):
         (["make-checkpoint", "x", "--kind", "other"], 2, "voice_design"),
     ],
 )
+@pytest.mark.usefixtures("no_interpreter")
 def test_errors_are_one_line(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, word: str
 ):
@@ -212,6 +213,7 @@ def test_live_input_without_text_is_an_error(tiny: Path, nothing: str):
     assert done.exit_code == 2 and "no text" in done.stderr, done.output
 
 
+@pytest.mark.usefixtures("no_interpreter")
 def test_info_is_a_table_or_json(engine: Synthesizer, tiny: Path):
     done = runner.invoke(app, ["info", "--model", str(tiny), "--json"])
     facts = json.loads(done.stdout)

@@ -19,6 +19,7 @@ def test_the_log_says_which_engine_makes_the_frames(tiny: Path, caplog: pytest.L
     assert "frames are made by the twin, on cpu in" in caplog.text
 
 
+@pytest.mark.usefixtures("no_interpreter")
 def test_the_engine_of_the_settings_is_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RequestError, match="cannot run here"):
         load(Settings(model=str(tiny), engine="kernel"))
