@@ -538,10 +538,8 @@ def test_a_fault_while_warming_up_is_raised_where_the_synthesizer_was_asked_for(
 
 
 @pytest.mark.parametrize(("engine", "words"), [("kernel", "cannot run here"), ("fast", "auto, kernel, twin")])
-def test_an_engine_that_is_not_there_is_refused_before_anything_is_loaded(
-    tiny, monkeypatch, engine: str, words: str
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # in which the kernel runs anywhere
+@pytest.mark.usefixtures("no_interpreter")
+def test_an_engine_that_is_not_there_is_refused_before_anything_is_loaded(tiny, engine: str, words: str) -> None:
     before = threading.active_count()
     with pytest.raises(RequestError, match=words) as caught:
         Synthesizer.from_pretrained(tiny("custom_voice"), engine=engine)

@@ -48,7 +48,7 @@ def paired_stack(hidden: int, ffn: int, vocab: int, kv_heads: int, head_dim: int
 # what the frame kernel takes: heads of a power of two; in whole blocks, and short, for it is interpreted
 KERNEL_SPECS = {
     "one width": DecoderSpec(paired_stack(96, 64, 43, 2, 8), paired_stack(96, 32, 29, 1, 16, 1), 3, EOS, SUPPRESS_FROM),
-    "projected": DecoderSpec(paired_stack(64, 96, 43, 2, 8), paired_stack(32, 64, 29, 2, 8), 3, EOS, SUPPRESS_FROM),
+    "projected": DecoderSpec(paired_stack(64, 96, 43, 2, 8, 1), paired_stack(32, 64, 29, 2, 8), 3, EOS, SUPPRESS_FROM),
 }
 # Of a decoder its name in `ALL_SPECS`, the format of its weights and their layout.
 KINDS = [(name, weight_format, "twin") for name in SPECS for weight_format in ("float32", "bfloat16")]

@@ -77,5 +77,5 @@ def recorded_on_cpu() -> Iterator[Recorder]:
     def record(self: Any, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
         return recorder.capture(self, function, inputs)
 
-    with patch.object(graphs._Recorder, "__call__", record):
+    with patch.object(graphs.Recorder, "__call__", record):
         yield recorder

@@ -19,16 +19,10 @@ SPEC = KERNEL_SPECS["projected"]
 
 
 @pytest.fixture
-def interpreter(monkeypatch) -> None:
+def interpreter() -> None:
     pytest.importorskip("triton", reason="the kernel is written in Triton")
     if torch.cuda.is_available():
         pytest.skip("with a GPU Triton compiles")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture
-def no_interpreter(monkeypatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture
