@@ -28,10 +28,12 @@ from megakernel.plan import LANES
 
 TABLE = "docs/kernel.md"
 BEGIN, END = "<!-- compiled: begin -->\n", "<!-- compiled: end -->\n"
-# Bytes of stack a thread: none for one lane of the small model; else what may hold a few values over a layer, which
-# is far
-# from a tile of weights (256 bytes and up).
-STACK = 256
+# Bytes of stack a thread, at most: none for one lane of the small model. Many lanes hold more values over a layer than
+# there are registers, and the large model has more tiles to sum.
+STACK = {"0.6b": 128, "1.7b": 512}
+# 16-byte loads right before the arrivals at the barriers, at least; it is less than half of this when the compiler has
+# moved the tiles' way to the tensor cores in front of the barriers (docs/notebook.md)
+REQUESTED = 100
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,13 @@ def complaints(case: Case, compiled: Compiled) -> list[str]:
     """What is wrong with a compiled kernel; nothing if it fits its target."""
     target = TARGETS[case.capability]
     room = REGISTER_FILE // (32 * compiled.warps)
-    allowed = 0 if (case.lanes, case.size, case.capability) == (1, "0.6b", 90) else STACK
+    allowed = 0 if (case.lanes, case.size) == (1, "0.6b") else STACK[case.size]
     checks = {
         f"{compiled.registers} registers a thread of {room}": compiled.registers <= room,
         f"{compiled.stack} bytes of stack of {allowed}": compiled.stack <= allowed,
         f"{compiled.shared_bytes} bytes of shared memory of {target.shared_bytes}": compiled.shared_bytes
         <= target.shared_bytes,
-        "no 16-byte loads": compiled.wide_loads > 0,
-        "no weights requested before a barrier": compiled.requested > compiled.wide_loads // 4,
+        f"{compiled.requested} 16-byte loads before barriers of {REQUESTED}": compiled.requested >= REQUESTED,
     }
     return [complaint for complaint, fine in checks.items() if not fine]
 
