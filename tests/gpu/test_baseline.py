@@ -14,8 +14,8 @@ PROMPT = 5
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_a_replayed_frame_is_the_twins(device, lanes) -> None:
-    decoder = Decoder(draw_weights(SPECS["small"], "float32", device), lanes, PROMPT + 1)
+def test_a_replayed_frame_is_the_twins(card, lanes) -> None:
+    decoder = Decoder(draw_weights(SPECS["small"], "float32", card), lanes, PROMPT + 1)
     text = start(decoder, PROMPT)
     twin = GraphedTwin(decoder)
     length = twin.begin()
