@@ -96,7 +96,7 @@ class Synthesizer:
         self.planner = Planner(self.config, TextTokenizer(checkpoint.directory), max_characters)
         self.cloner: cloning.Cloner | None = None
         self._cloning = threading.Lock()
-        engine = _choose(engine, self.device)
+        _check_engine(engine, self.device)
         _check_dtype(self.dtype, self.config.spec)
         loading = _Loading(checkpoint, self.device, engine, self.dtype, lanes, positions, ramp, progress)
         self._lanes, self._thread = loading.start()
@@ -365,9 +365,9 @@ class _Reader:
         self.checkpoint.release()
 
 
-def _choose(engine: str, device: torch.device) -> str:
+def _check_engine(engine: str, device: torch.device) -> None:
     try:
-        return choose_engine(engine, device)
+        choose_engine(engine, device)
     except ValueError as error:
         raise RequestError(str(error), "engine") from error
 

@@ -42,8 +42,8 @@ def sections() -> list:
 
     return [
         Section(ALWAYS, 30, g.conditions),
-        Section("parity", 110, g.parity),
-        Section("compile", 90, g.compile_kernels),
+        Section("parity", 170, g.parity),
+        Section("compile", 120, g.compile_kernels),
         Section("frames", 100, g.frames),
         Section("peers", 150, g.peers),
         Section("soak", 90, soak),

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from megakernel.decoder import Decoder
-from megakernel.plan import LANES, MAX_POSITIONS
+from megakernel.plan import LANES, MAX_POSITIONS, suits_tensor_cores
 from megakernel.spec import DecoderSpec
 from megakernel.weights import Read, pack_decoder
 
@@ -16,6 +16,8 @@ ENGINES = ("auto", "kernel", "twin")
 
 def choose_engine(engine: str, device: str | torch.device) -> str:
     """``"kernel"`` or ``"twin"``; ``"auto"`` takes the kernel where it can run, but not in Triton's interpreter.
+
+    What that says of a machine, `make_decoder` says of a model.
 
     Raises ``ValueError`` for an unknown name, and for a kernel that cannot run on ``device``.
     """
@@ -44,10 +46,13 @@ def make_decoder(
 ) -> Decoder:
     """Pack the weights for the engine and build it; ``name`` says which one it is.
 
-    The kernel takes a power of two of lanes: it gets the next one, and the others stay idle. Raises ``ValueError`` for
-    what the engine cannot take.
+    The kernel takes a power of two of lanes: it gets the next one, and the others stay idle. ``"auto"`` leaves to the
+    twin what tensor cores do not take, float32 and odd widths: the kernel is right there too, but takes minutes to
+    compile. Raises ``ValueError`` for what the engine cannot take.
     """
     chosen = choose_engine(engine, device)
+    if engine == "auto" and not suits_tensor_cores(spec, weight_format):
+        chosen = "twin"
     if chosen == "twin":
         return Decoder(pack_decoder(read, spec, weight_format, device), lanes, positions)
     from megakernel.frame import KernelDecoder  # Triton is not on every machine

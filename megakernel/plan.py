@@ -154,7 +154,7 @@ def shape_frame(spec: DecoderSpec, weight_format: str, lanes: int, positions: in
         raise ValueError(f"the kernel runs {', '.join(map(str, LANES))} lanes, not {lanes}")
     if positions > MAX_POSITIONS:
         raise ValueError(f"a lane of the kernel has at most {MAX_POSITIONS} cache positions, not {positions}")
-    if launch.dot and not _suits_dot(spec, weight_format):
+    if launch.dot and not suits_tensor_cores(spec, weight_format):
         launch = replace(launch, dot=False)
     deal = _Dealer(weight_format, launch)
     scored = spec.talker.vocab + (spec.predictor.hidden if spec.projects else 0)
@@ -259,7 +259,7 @@ def variants(launch: Launch) -> list[Launch]:
     return [replace(launch, **change) for change in changes]
 
 
-def _suits_dot(spec: DecoderSpec, weight_format: str) -> bool:
+def suits_tensor_cores(spec: DecoderSpec, weight_format: str) -> bool:
     """The tensor cores have no float32, and take 16 inputs at a time."""
     widths = [w for stack in (spec.talker, spec.predictor) for w in (stack.hidden, stack.ffn, stack.q_width)]
     return weight_format != "float32" and not any(width % 16 for width in widths)

@@ -558,11 +558,10 @@ def test_the_engine_is_the_one_that_was_asked_for(tiny, monkeypatch) -> None:
         return make(*args, engine="twin", **options)
 
     monkeypatch.setattr(module, "make_decoder", spy)
-    monkeypatch.setattr(module, "choose_engine", lambda engine, device: {"auto": "kernel"}.get(engine, engine))
     for engine in ("auto", "twin"):
         with Synthesizer.from_pretrained(tiny("custom_voice"), lanes=1, engine=engine):
             pass
-    assert asked == ["kernel", "twin"]
+    assert asked == ["auto", "twin"], "the choice is made where the model is known"
 
 
 def test_polling_with_a_listener(synthesizer: Synthesizer) -> None:

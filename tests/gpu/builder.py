@@ -20,7 +20,7 @@ import megakernel.frame
 from tests.gpu.parity import Kernel
 from tests.gpu.stage_bench import Bench, Case
 
-BUDGET = 90.0  # seconds in which everything must be compiled, of the 110 that parity may take
+BUDGET = 150.0  # seconds in which everything must be compiled, of the 170 that parity may take
 
 
 class Only:

@@ -18,7 +18,8 @@ from megakernel.stages import (
 
 @triton.jit
 def run_project_qkv(w, layer, s, active, S: tl.constexpr, T: tl.constexpr, POS: tl.constexpr):
-    early = request(w.qkv, wide(layer) * T.qkv.count, S, T.qkv)
+    ROWS: tl.constexpr = T.qkv
+    early = request(w.qkv, wide(layer) * T.qkv.count, S, ROWS)
     project_qkv(early, w, layer, s.x, s.qkv, active, S, T, POS)
 
 
@@ -29,27 +30,31 @@ def run_attend(w, layer, s, cache, start, active, S: tl.constexpr, T: tl.constex
 
 @triton.jit
 def run_project_output(w, layer, s, start, active, S: tl.constexpr, T: tl.constexpr, POS: tl.constexpr):
-    early = request(w.o, wide(layer) * T.o.count, S, T.o)
+    ROWS: tl.constexpr = T.o
+    early = request(w.o, wide(layer) * T.o.count, S, ROWS)
     project_output(early, w, layer, s.x, s.attention, s.weight, start, active, S, T, POS)
 
 
 @triton.jit
 def run_feed_forward_up(w, layer, s, active, S: tl.constexpr, T: tl.constexpr, POS: tl.constexpr):
+    ROWS: tl.constexpr = T.up
     first = wide(layer) * 2 * T.up.count
-    gate, up = request(w.gate_up, first, S, T.up), request(w.gate_up, first + T.up.count, S, T.up)
+    gate, up = request(w.gate_up, first, S, ROWS), request(w.gate_up, first + T.up.count, S, ROWS)
     feed_forward_up(gate, up, w, layer, s.x, s.ffn, active, S, T, POS)
 
 
 @triton.jit
 def run_feed_forward_down(w, layer, s, active, S: tl.constexpr, T: tl.constexpr, POS: tl.constexpr):
-    early = request(w.down, wide(layer) * T.down.count, S, T.down)
+    ROWS: tl.constexpr = T.down
+    early = request(w.down, wide(layer) * T.down.count, S, ROWS)
     feed_forward_down(early, w, layer, s.x, s.ffn, active, S, T, POS)
 
 
 @triton.jit
 def run_score_talker(w, s, u, active, S: tl.constexpr, POS: tl.constexpr):
     T: tl.constexpr = S.talker
-    early = request(w.head, 0, S, T.head)
+    ROWS: tl.constexpr = T.head
+    early = request(w.head, 0, S, ROWS)
     score(early, w.head, 0, w.talker.norm, w.head_bias, s.x, u.logits, T.vocab, u, active, S, T, POS, True)
 
 
@@ -57,7 +62,8 @@ def run_score_talker(w, s, u, active, S: tl.constexpr, POS: tl.constexpr):
 def run_score_predictor(w, group, s, u, active, S: tl.constexpr, POS: tl.constexpr):
     T: tl.constexpr = S.predictor
     row, heads, norm = wide(group - 1) * T.vocab, w.predictor_heads, w.predictor.norm
-    early = request(heads, row, S, T.head)
+    ROWS: tl.constexpr = T.head
+    early = request(heads, row, S, ROWS)
     logits = u.predictor_logits + (group - 1) * T.vocab
     score(early, heads, row, norm, norm, s.x, logits, (S.groups - 1) * T.vocab, u, active, S, T, POS, False)
 
@@ -94,11 +100,11 @@ def run_gumbel_noise(seed, first_frame, group, out, frames: tl.constexpr, count:
 
 
 @triton.jit
-def run_draw(logits, params, seed, frame, group, out, vocab: tl.constexpr, count: tl.constexpr):
-    """A code a program, of its row of ``logits`` ``[programs, vocab]`` and of ``params`` ``[programs, 4]``."""
+def run_draw(logits, draws, seed, frame, group, out, vocab: tl.constexpr, count: tl.constexpr):
+    """A code a program, of its row of ``logits`` ``[programs, vocab]`` and of ``draws`` ``[programs, 4]``."""
     row, code = tl.program_id(0), tl.arange(0, count)
     x = tl.load(logits + row * vocab + code, mask=code < vocab, other=float("-inf"))
-    drawn = draw(x, params + row * 4, tl.load(seed + row), tl.load(frame + row), tl.load(group + row), vocab, count)
+    drawn = draw(x, draws + row * 4, tl.load(seed + row), tl.load(frame + row), tl.load(group + row), vocab, count)
     tl.store(out + row, drawn)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,19 @@ def test_the_decoder_says_which_engine_it_is(interpreter) -> None:
     assert kernel.name == "kernel"
     assert kernel.state.lanes == 4, "the kernel has a power of two of lanes"
     assert make("twin").weights.packed is None
+
+
+@pytest.mark.parametrize(("weight_format", "name"), [("bfloat16", "kernel"), ("q8_0", "kernel"), ("float32", "twin")])
+def test_auto_leaves_float32_to_the_twin(interpreter, monkeypatch, weight_format, name) -> None:
+    monkeypatch.setattr("megakernel.engine.choose_engine", lambda engine, device: "kernel")  # as on a GPU
+    assert make("auto", weight_format=weight_format).name == name
+    assert make("kernel", weight_format=weight_format).name == "kernel"
+
+
+def test_auto_leaves_odd_widths_to_the_twin(interpreter, monkeypatch) -> None:
+    monkeypatch.setattr("megakernel.engine.choose_engine", lambda engine, device: "kernel")
+    odd = replace(SPEC, talker=replace(SPEC.talker, ffn=SPEC.talker.ffn + 8))
+    assert make("auto", odd, weight_format="bfloat16").name == "twin"
 
 
 @pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "q8_0"])
