@@ -6,7 +6,7 @@ the kernel reads it. It is hashable and its text never changes, so that a compil
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -73,17 +73,9 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class StackShape:
+class StackShape(StackSpec):
     """A stack as the kernel is compiled for it."""
 
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    eps: float
     positions: int  # of a lane's cache
     splits: int
     keys: int  # cache positions that attention takes at a time
@@ -92,22 +84,6 @@ class StackShape:
     up: Rows
     down: Rows
     head: Rows
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def qkv_width(self) -> int:
-        return self.q_width + 2 * self.kv_width
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
 
     @property
     def scale(self) -> float:
@@ -186,14 +162,7 @@ class _Dealer:
         head = self.rows(scored, spec.hidden)
         head = replace(head, tile=qkv.tile, early=qkv.early)  # either may be requested as what follows a layer
         return StackShape(
-            layers=spec.layers,
-            hidden=spec.hidden,
-            ffn=spec.ffn,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            vocab=spec.vocab,
-            eps=spec.norm_eps,
+            **asdict(spec),
             positions=positions,
             splits=splits,
             keys=keys,

@@ -273,7 +273,7 @@ def project_qkv(early, w, layer, x, qkv, active, S: tl.constexpr, T: tl.constexp
         column = columns(b, S, BATCH)
         there = is_active(active, column // POS)
         kept = load_all(x, column, there, S, R, BATCH)
-        scale = norm_scale(kept, x, column, there, T.eps, S, R, BATCH)
+        scale = norm_scale(kept, x, column, there, T.norm_eps, S, R, BATCH)
         sums = no_sums(S, R, BATCH)
         for c in tl.static_range(CHUNKS):
             h = round_input(rms_norm(kept, x, c, column, there, scale, w.input_norm + layer * T.hidden, S, R, BATCH), S)
@@ -297,7 +297,7 @@ def norm_and_rotate(qkv, row, width: tl.constexpr, weight, cos, sin, position, T
     a = tl.load(qkv + row + d, cache_modifier=".cg")
     b = tl.load(qkv + row + half + d, cache_modifier=".cg")
     square = tl.sum(a * a, axis=1, keep_dims=True) + tl.sum(b * b, axis=1, keep_dims=True)
-    scale = tl.rsqrt(square / T.head_dim + T.eps)
+    scale = tl.rsqrt(square / T.head_dim + T.norm_eps)
     a = a * scale * tl.load(weight + d)
     b = b * scale * tl.load(weight + half + d)
     c = tl.load(cos + position * T.head_dim + d)
@@ -504,7 +504,7 @@ def feed_forward_up(
         column = columns(b, S, BATCH)
         there = is_active(active, column // POS)
         kept = load_all(x, column, there, S, R, BATCH)
-        scale = norm_scale(kept, x, column, there, T.eps, S, R, BATCH)
+        scale = norm_scale(kept, x, column, there, T.norm_eps, S, R, BATCH)
         gates, ups = no_sums(S, R, BATCH), no_sums(S, R, BATCH)
         for c in tl.static_range(CHUNKS):
             h = round_input(rms_norm(kept, x, c, column, there, scale, w.post_norm + layer * T.hidden, S, R, BATCH), S)
@@ -560,7 +560,7 @@ def score(
         there = is_active(active, lane)
         row = lane * POS + POS - 1
         kept = load_all(x, row, there, S, R, BATCH)
-        scale = norm_scale(kept, x, row, there, T.eps, S, R, BATCH)
+        scale = norm_scale(kept, x, row, there, T.norm_eps, S, R, BATCH)
         sums = no_sums(S, R, BATCH)
         for c in tl.static_range(CHUNKS):
             h = rms_norm(kept, x, c, row, there, scale, norm, S, R, BATCH)

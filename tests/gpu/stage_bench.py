@@ -142,7 +142,7 @@ class Bench:
     # what is right
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return twin.rms_norm(x.double(), weight.double(), self.shape.eps)
+        return twin.rms_norm(x.double(), weight.double(), self.shape.norm_eps)
 
     def attended(self, lane: int, qkv: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of one lane's ``qkv`` its new keys and values ``[kv_heads, positions, head_dim]``, and its attention.
